@@ -23,7 +23,10 @@ TOKENS, SHAPES = 8192, ((2048, 2048), (2048, 5632), (4096, 14336), (8192, 28672)
 
 
 def products(contact: Contact) -> Table:
-    """All three GEMMs against float64 products of the same codes, for short and long sums, zero and NaN blocks."""
+    """All three GEMMs against float64 products of the same codes, for short and long sums, zero and NaN blocks.
+
+    As in training: of a float32 weight, whose casts are kept.
+    """
     table = Table("GEMMs against float64", ("precision", "K / 128", "operands", "fprop", "dgrad", "wgrad"))
     impl = "emulated" if contact.rehearse else "scaled_mm"
     for name in ("fp8", "fp4", "fp8_pow2"):
@@ -57,8 +60,9 @@ def _errors(contact: Contact, impl: str, name: str, k: int, kind: str) -> list[f
     elif kind == "NaN":
         x[5, 7], w[130, 3], g[200, 300] = torch.nan, torch.nan, torch.nan
     precision = LinearPrecision.parse(name)
-    y = quantized_linear(x.requires_grad_(), w.requires_grad_(), precision, key=KEY, impl=impl)
-    made = [y.detach(), *torch.autograd.grad(y, (x, w), g)]
+    master = w.float().requires_grad_()
+    y = quantized_linear(x.requires_grad_(), master, precision, key=KEY, impl=impl, weight_casts=Casts())
+    made = [y.detach(), *torch.autograd.grad(y, (x, master), g)]
     seen = Operands(x.detach(), w.detach(), g, LinearCall(precision, KEY))
 
     def exact(gemm: str, role: str) -> Tensor:

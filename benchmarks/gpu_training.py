@@ -113,7 +113,7 @@ def training(contact: Contact) -> Table:
 def resume(contact: Contact) -> Table:
     """Six iterations, and three with a save and three more: equal metrics, bit for bit."""
     table = Table("Resume", ("metrics that differ",))
-    options = [*SMALL, "--train-iters", "6", *RUNS["75% plan"], "--deterministic-mode"]
+    options = [*SMALL, "--train-iters", "6", *RUNS["75% plan"], "--snip-trial-tokens", "512", "--deterministic-mode"]
     for name in ("whole", "cut"):
         shutil.rmtree(run_folder(contact, name), ignore_errors=True)
     whole = train(contact, "whole", options)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """The Triton kernel of rotary positions; rotary.py launches it.
 
-It compiles for Hopper and Blackwell and gives torch's bits in Triton's interpreter.  NOT YET RUN ON A GPU.
+It gives torch's bits on an H200 and in Triton's interpreter, and compiles for Blackwell.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.trial import TrialRunner, samples_of
+from megatron_snip.train.check_casts import check_casts_of
 from megatron_snip.train.health.guard import go_back
 from megatron_snip.train.health.memory import warn_about_memory
 from megatron_snip.train.instruments import peak_tflops
@@ -48,6 +49,8 @@ class Trainer(RunState):
         """Train to the last iteration, or until asked to stop."""
         t, parts = self.config.training, self.parts
         self._warn_about_unreachable()
+        if (device := parts.stepper.pipeline.device).type == "cuda":
+            check_casts_of(parts, self.config.precision.linear_impl, device)
         if self.iteration == 0 and t.preflight:
             preflight(self.config, parts)
         self._validate_new_weights()

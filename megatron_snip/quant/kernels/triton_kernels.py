@@ -17,7 +17,6 @@ from megatron_snip.quant.kernels.triton_steps import (
     bits_of,
     block_amax,
     block_scales,
-    codes_of,
     exponential,
     float_of,
     given_scales,
@@ -34,7 +33,7 @@ from megatron_snip.quant.kernels.triton_steps import (
     to_bfloat16,
     within,
 )
-from megatron_snip.quant.kernels.triton_stores import count_saturated, store_codes, store_scales
+from megatron_snip.quant.kernels.triton_stores import codes_of, count_saturated, store_codes, store_scales
 
 
 @triton.jit

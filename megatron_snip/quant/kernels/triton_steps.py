@@ -69,13 +69,6 @@ class How(NamedTuple):
     alike: bool
 
 
-_CONVERT = """{
-    .reg .b16 low, high;
-    cvt.rn.satfinite.%s.f32 low, $2, $1;
-    cvt.rn.satfinite.%s.f32 high, $4, $3;
-    mov.b32 $0, {low, high};
-}"""
-E4M3_OF_FLOATS, E5M2_OF_FLOATS = (tl.constexpr(_CONVERT % (name, name)) for name in ("e4m3x2", "e5m2x2"))
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # of float32, as are the next two; 23 below is its mantissa bits, 127 its bias
 INFINITY = tl.constexpr(0x7F800000)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
@@ -190,41 +183,6 @@ def round_stochastic(size, increments, MANTISSA: tl.constexpr, EMIN: tl.constexp
     low = tl.where(size < TINY, TINY, 0.0)
     bits = bits_of(libdevice.add_ru(size, low)) + increments
     return float_of(bits & -(1 << (23 - MANTISSA))) - low
-
-
-@triton.jit
-def fp8_codes(x, CONVERT: tl.constexpr):
-    """Codes of float32 [...] by an instruction of ``_CONVERT``, to nearest even, saturating: uint8 [...]; NaN stays NaN.
-
-    Triton's own cast has halves of registers in its PTX.  Where codes are stored twice, ptxas of CUDA 12.8 (Triton 3.6)
-    reads two of them before they are written: columns 1 and 5 of every 16 are then those of the chunk before.
-    """
-    return tl.inline_asm_elementwise(CONVERT, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
-
-
-@triton.jit
-def codes_of(y, q, size, negative, F: tl.constexpr):
-    """Codes, with sign, of a rounded tile: uint8 [R, C], or float32 that ``store_codes`` converts to pairs of codes.
-
-    NaN gives anything.  q [R, C]: the rounded magnitudes.
-    """
-    CARRIED: tl.constexpr = F.output == "operand" or (F.output == "swizzled" and not F.packed)
-    if F.direct:
-        rounded = y
-    elif F.phase >= 0 or CARRIED or F.hardware != "":
-        rounded = float_of(bits_of(q) | negative)
-    if F.hardware == "e4m3":
-        codes = fp8_codes(rounded, E4M3_OF_FLOATS)
-    elif F.hardware == "e5m2":
-        codes = fp8_codes(rounded, E5M2_OF_FLOATS)
-    elif F.hardware == "e2m1":
-        codes = rounded
-    else:
-        if F.phase >= 0 or CARRIED:
-            size = q
-        codes = encode_nearest(size, F.code_mantissa, F.code_emin)
-        codes = tl.where(negative != 0, codes + F.sign_code, codes).to(tl.uint8)
-    return codes
 
 
 @triton.jit

@@ -10,10 +10,52 @@ import triton
 import triton.language as tl
 
 from megatron_snip.quant.casts.swizzled import TILE_BYTES, TILE_ROWS
-from megatron_snip.quant.kernels.triton_steps import bits_of, encode_nearest, tile, within
+from megatron_snip.quant.kernels.triton_steps import bits_of, encode_nearest, float_of, tile, within
 
 _TILE_ROWS, _TILE_BYTES = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_BYTES)  # of swizzled scales
 _E4M3_NAN = tl.constexpr(0x7F)
+_CONVERT = """{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.%s.f32 low, $2, $1;
+    cvt.rn.satfinite.%s.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+}"""
+E4M3_OF_FLOATS, E5M2_OF_FLOATS = (tl.constexpr(_CONVERT % (name, name)) for name in ("e4m3x2", "e5m2x2"))
+
+
+@triton.jit
+def fp8_codes(x, CONVERT: tl.constexpr):
+    """Codes of float32 [...] by ``_CONVERT`` for an element, to nearest even, saturating: uint8 [...]; NaN stays NaN.
+
+    Triton's own cast has halves of registers in its PTX.  Where codes are stored twice, ptxas of CUDA 12.8 (Triton 3.6)
+    reads two of them before they are written: columns 1 and 5 of every 16 are then those of the chunk before.
+    """
+    return tl.inline_asm_elementwise(CONVERT, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def codes_of(y, q, size, negative, F: tl.constexpr):
+    """Codes, with sign, of a rounded tile: uint8 [R, C], or float32 that ``store_codes`` converts to pairs of codes.
+
+    NaN gives anything.  q [R, C]: the rounded magnitudes.
+    """
+    CARRIED: tl.constexpr = F.output == "operand" or (F.output == "swizzled" and not F.packed)
+    if F.direct:
+        rounded = y
+    elif F.phase >= 0 or CARRIED or F.hardware != "":
+        rounded = float_of(bits_of(q) | negative)
+    if F.hardware == "e4m3":
+        codes = fp8_codes(rounded, E4M3_OF_FLOATS)
+    elif F.hardware == "e5m2":
+        codes = fp8_codes(rounded, E5M2_OF_FLOATS)
+    elif F.hardware == "e2m1":
+        codes = rounded
+    else:
+        if F.phase >= 0 or CARRIED:
+            size = q
+        codes = encode_nearest(size, F.code_mantissa, F.code_emin)
+        codes = tl.where(negative != 0, codes + F.sign_code, codes).to(tl.uint8)
+    return codes
 
 
 @triton.jit

@@ -6,7 +6,8 @@ exactly, so FP4 runs at FP8's speed.  Gradients may be E5M2.  Source: torch.nn.f
 torch._scaled_mm; cuBLASLt's block scaling (CUDA 12.9 or newer, compute capability 9.0).
 block_scaled.py is for Blackwell.
 
-NOT YET RUN ON A GPU: layouts are checked against PyTorch's own shape rules, values against the emulation.
+E4M3 under block scales ran on an H200.  NOT YET RUN ON A GPU: E5M2 gradients and scales of rows.  Their layouts are
+checked against PyTorch's own shape rules, values against the emulation.
 """
 
 from __future__ import annotations

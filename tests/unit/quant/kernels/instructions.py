@@ -22,8 +22,9 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
 
-from megatron_snip.quant.kernels import triton_steps, triton_stores
-from megatron_snip.quant.kernels.triton_steps import E4M3_OF_FLOATS, encode_nearest
+from megatron_snip.quant.kernels import triton_stores
+from megatron_snip.quant.kernels.triton_steps import encode_nearest
+from megatron_snip.quant.kernels.triton_stores import E4M3_OF_FLOATS
 
 _convert = interpreter._convert_float
 
@@ -73,7 +74,7 @@ def pairs_of_e2m1(low: Any, high: Any) -> Any:
 
 
 def fp8_codes(x: Any, instruction: Any) -> Any:
-    """In the place of the instructions of ``triton_steps``."""
+    """In the place of the instructions of ``triton_stores``."""
     return x.to(tl.float8e4nv if instruction is E4M3_OF_FLOATS else tl.float8e5).to(tl.uint8, bitcast=True)
 
 
@@ -94,7 +95,7 @@ def as_instructions_round() -> Iterator[None]:
         mock.patch.object(libdevice, "exp", exp),
         mock.patch.object(libdevice, "add_ru", add_ru),
         mock.patch.object(triton_stores, "pairs_of_e2m1", pairs_of_e2m1),
-        mock.patch.object(triton_steps, "fp8_codes", fp8_codes),
+        mock.patch.object(triton_stores, "fp8_codes", fp8_codes),
     ):
         try:
             yield
