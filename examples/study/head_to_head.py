@@ -8,7 +8,8 @@ with the forward of the arm's formats, and unrounded.  DIR/NAME/SEED/ARM/ keeps 
 result.json; the checkpoints go.
 
 You can kill the command at any time and start it again: an arm goes on from its last checkpoint.  Several of these
-commands share the work: each takes the next arm that no other one is at.  `--table` prints what is known so far.
+commands share the work: each takes the next arm that no other one is at.  `--jobs 16` starts so many, for a GPU; under
+CUDA's MPS their kernels run at once.  `--table` prints what is known so far.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -36,6 +38,7 @@ from examples.study.real_text import write_texts
 from examples.study.schedule import BASE, BY_HAND, Schedule, read_schedule
 from megatron_snip import runtime
 from megatron_snip.errors import UserError
+from megatron_snip.files.json import write_atomic
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.train.run.metrics import read_metrics
 from megatron_snip.train.schedule import final_switch
@@ -198,6 +201,24 @@ class HeadToHead:
         paths = (self.folder / str(seed) / name / RESULT for seed in self.schedule.seeds for name in self.schedule.arms)
         return [json.loads(path.read_text()) for path in paths if path.is_file()]
 
+    def write(self, file: Path | None) -> None:
+        """All results so far to a file, if there is one."""
+        if file is not None:
+            write_atomic(file, "".join(json.dumps(each) + "\n" for each in self.results()))
+
+
+def work_through(work: HeadToHead, arms: Sequence[str], seeds: Sequence[int], file: Path | None) -> None:
+    """Train and judge every arm that no other process is at; after each, write all results to the file."""
+    for seed in seeds:
+        for name in arms:
+            work.arm(seed, name)
+            work.write(file)
+
+
+def _in_another_process(*everything: Any) -> None:
+    with runtime.report_errors():
+        work_through(*everything)
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
@@ -207,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=real_model.DEFAULT, help="Hugging Face folder of the model")
     parser.add_argument("--device", default="cpu", help="of training and judging (default: cpu)")
     parser.add_argument("--arms", help="these alone, comma-separated")
-    parser.add_argument("--seeds", help="these alone, in this order, comma-separated")
+    parser.add_argument("--seeds", type=int, nargs="+", help="these alone, in this order")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, as a GPU has room for sixteen (default: 1)")
     parser.add_argument("--table", action="store_true", help="print what is known so far, and train nothing")
     parser.add_argument("--json", type=Path, help="also write all results to a file, a line each")
     own = parser.parse_args(arguments)
@@ -215,17 +237,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arms = own.arms.split(",") if own.arms else list(schedule.arms)
     if unknown := [name for name in arms if name not in schedule.arms]:
         raise UserError(f"--arms: {own.schedule} has no arm {unknown[0]}; it has {', '.join(schedule.arms)}")
-    seeds = [int(seed) for seed in own.seeds.split(",")] if own.seeds else schedule.seeds
+    seeds = own.seeds or [*schedule.seeds]
+    if unknown := [seed for seed in seeds if seed not in schedule.seeds]:
+        raise UserError(f"--seeds: {own.schedule} has no seed {unknown[0]}; it has {', '.join(map(str, schedule.seeds))}")
     work = HeadToHead(schedule, own.output.absolute() / own.schedule.stem, own.model, own.device)
     if not own.table:
         work.prepare()
-        for seed in seeds:
-            for name in arms:
-                work.arm(seed, name)
-    found = work.results()
-    if own.json is not None:
-        own.json.write_text("".join(json.dumps(each) + "\n" for each in found))
-    print(table(found))
+        turns = [[*seeds[job % len(seeds) :], *seeds[: job % len(seeds)]] for job in range(own.jobs)]
+        spawn = multiprocessing.get_context("spawn")
+        others = [spawn.Process(target=_in_another_process, args=(work, arms, turn, own.json)) for turn in turns[1:]]
+        for other in others:
+            other.start()
+        try:
+            work_through(work, arms, turns[0], own.json)
+        finally:
+            for other in others:
+                other.join()
+        if failed := sum(other.exitcode != 0 for other in others):
+            raise UserError(f"{failed} of --jobs {own.jobs} failed; their errors are above")
+    work.write(own.json)
+    print(table(work.results()))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from megatron_snip.train.setup import Parts
 LOGGER = logging.getLogger("megatron_snip")
 #: Tokens, and channels of either side: whole tiles, so that the kernels are those of training.
 _TOKENS, _CHANNELS = 256, 512
+#: The share of a cast's elements that may differ: rounding a few otherwise does no harm.
+_FEW = 1e-3
 _KEY = RoundingKey(seed=1, iteration=2, stream=3)
 
 
@@ -36,24 +38,23 @@ def check_casts_of(parts: Parts, impl: str, device: torch.device) -> None:
 
 
 def check_casts(precisions: Iterable[LinearPrecision], impl: str, device: torch.device) -> None:
-    """Cast as linears in these precisions do.  UserError if a result differs from the specification's on the device."""
+    """Cast as linears in these precisions do.
+
+    UserError if more than a few elements of a result differ from the specification's on the device, a warning if fewer.
+    """
     begin, names = time.perf_counter(), set()
     draw = torch.Generator(device).manual_seed(0)
     x, up = (torch.randn(_TOKENS, _CHANNELS, generator=draw, device=device).bfloat16() for _ in range(2))
     w = torch.randn(_CHANNELS, _CHANNELS, generator=draw, device=device)
     done: set[object] = set()
     for precision in precisions:
-        for what, forms in _forms(precision, impl, device):
+        for role, forms in _forms(precision, impl, device):
             names |= {form.fmt.name for form in forms}
-            read, dtype = (w, torch.bfloat16) if what == "weight" else (x, None)
-            for factor in (None, up) if what == "input" else (None,):
-                case = (what, tuple(form.text for form in forms), factor is None)
-                if case not in done and (wrong := _wrong(read, forms, dtype, factor)):
-                    raise UserError(
-                        f"casts on {_name(device)} differ from the specification: {wrong} of the {what} in "
-                        f"{' and '.join(dict.fromkeys(form.fmt.name for form in forms))}; Triton {_triton()} compiles "
-                        "them wrongly here: install another version of it, or none, and PyTorch casts slowly"
-                    )
+            read, dtype = (w, torch.bfloat16) if role == "weight" else (x, None)
+            for factor in (None, up) if role == "input" else (None,):
+                case = (role, tuple(form.text for form in forms), factor is None)
+                if case not in done:
+                    _compare(read, forms, dtype, factor)
                 done.add(case)
     if names:
         LOGGER.info(f"casts of {', '.join(sorted(names))} checked in {time.perf_counter() - begin:.1f} s")
@@ -76,16 +77,24 @@ def _forms(precision: LinearPrecision, impl: str, device: torch.device) -> Itera
             yield role, forms
 
 
-def _wrong(x: Tensor, forms: Sequence[Form], dtype: torch.dtype | None, up: Tensor | None) -> str:
-    """Which part of a cast is wrong; empty if none is."""
+def _compare(x: Tensor, forms: Sequence[Form], dtype: torch.dtype | None, up: Tensor | None) -> None:
     read = as_read(x, dtype, up)
     amax = finite_amax(read)
     for ours, right in zip(op.run(x, forms, amax, dtype, False, up), reference(read, forms, amax), strict=True):
+        assert right.form is not None
         for part in Operand._fields[1:4]:
             one, other = getattr(ours, part), getattr(right, part)
-            if one is not None and not torch.equal(_bits(one), _bits(other)):
-                return {"data": right.form.output if right.form is not None else part}.get(part, part)
-    return ""
+            wrong = 0.0 if one is None else float((_bits(one) != _bits(other)).float().mean())
+            if not wrong:
+                continue
+            what = right.form.output if part == "data" else part
+            told = (
+                f"casts on {_name(x.device)} differ from the specification in {wrong:.1%} of the {what} of the "
+                f"{right.form.role} in {right.form.fmt.name}; Triton {_triton()} compiles them wrongly here"
+            )
+            if wrong > _FEW:
+                raise UserError(f"{told}: install another version of it, or none, and PyTorch casts slowly")
+            LOGGER.warning(told)
 
 
 def _bits(x: Tensor) -> Tensor:

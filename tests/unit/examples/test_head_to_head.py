@@ -78,7 +78,7 @@ def test_arms_are_trained_judged_and_compared(model, tmp_path, capsys):
     schedule, out = tmp_path / "toy.toml", tmp_path / "out"
     schedule.write_text(TOY)
     words = [str(schedule), "--output", str(out), "--model", str(model), "--json", str(tmp_path / "all.jsonl")]
-    head_to_head.main(words)
+    head_to_head.main([*words, "--jobs", "2"])
     rows = {row["arm"]: row for row in map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())}
     assert list(rows) == ["bf16", "fixed", "recipes"]
     losses = {name: row["training loss"] for name, row in rows.items()}
@@ -90,7 +90,7 @@ def test_arms_are_trained_judged_and_compared(model, tmp_path, capsys):
     assert rows["recipes"]["planning, in iterations"] > 0 == rows["bf16"]["planning, in iterations"]
     assert not [*out.rglob("*.safetensors")] and not (out / "toy/5/fixed/checkpoints").exists()
     said = capsys.readouterr().out
-    assert "| bf16 | 0.0 ± 0.0 |" in said and "recipes: done" in said
+    assert "| bf16 | 0.0 ± 0.0 |" in said and ": done in" in said
     head_to_head.main(words)  # nothing is made again
     assert "trains" not in capsys.readouterr().out
 
@@ -128,6 +128,14 @@ def test_differences_are_paired_and_their_error_is_the_larger_one():
     rows = [of(name, seed, list(each)) for name, seeds in (("bf16", base), ("x", arm)) for seed, each in seeds.items()]
     assert "| x | 200.0 ± 100.0 |" in table(rows)
     assert "nothing to compare with" in table(rows[2:])
+
+
+def test_unknown_arms_and_seeds_are_refused(tmp_path):
+    (path := tmp_path / "toy.toml").write_text(TOY)
+    with pytest.raises(UserError, match=r"--seeds: .*toy.toml has no seed 6; it has 5"):
+        head_to_head.main([str(path), "--seeds", "5", "6"])
+    with pytest.raises(UserError, match=r"--arms: .*toy.toml has no arm fp6; it has bf16, fixed, recipes"):
+        head_to_head.main([str(path), "--arms", "fp6"])
 
 
 @pytest.mark.parametrize("path", SCHEDULES, ids=lambda path: path.stem)
