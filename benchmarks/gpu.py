@@ -40,10 +40,10 @@ STEPS: dict[str, tuple[str, float]] = {
     "ceilings": ("gpu_casts", 40.0),
     "bits": ("gpu_casts", 150.0),
     "products": ("gpu_linears", 60.0),
+    "resume": ("gpu_training", 100.0),
     "casts": ("gpu_casts", 80.0),
     "linears": ("gpu_linears", 120.0),
-    "training": ("gpu_training", 300.0),
-    "resume": ("gpu_training", 100.0),
+    "training": ("gpu_training", 250.0),
     "tilings": ("gpu_casts", 120.0),
 }
 #: Seconds after that until the process is ended, which then hangs.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -167,6 +169,7 @@ def _tilings(contact: Contact) -> Table:
     if not contact.rehearse:
         hopper = torch.cuda.get_device_capability() < (10, 0)
         launches = [(name, launch) for name, launch in LAUNCHED.items() if not hopper or HOPPER in devices(launch)]
+        _compile_side_by_side([name for name, _ in launches])
     x = torch.randn(*shape, device=contact.device).bfloat16()
     target, amax, master, up = torch.empty_like(x), finite_amax(x), x.float(), x.flip(0)
     for name, launch in launches:
@@ -191,6 +194,21 @@ def _tilings(contact: Contact) -> Table:
         contact.keep(table)
     table.notes.append(f"[{shape[0]}, {shape[1]}]; * is what TILINGS in triton_launches.py says")
     return table
+
+
+def _compile_side_by_side(names: Sequence[str]) -> None:
+    """Compile all tilings of these launches, in as many processes as there are CPUs: Triton keeps them in its cache."""
+    jobs = [(name, tiling) for name in names for tiling in sweep(LAUNCHED[name])]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=context) as pool:
+        list(pool.map(_launched_once, jobs))
+
+
+def _launched_once(job: tuple[str, Tiling]) -> None:
+    name, tiling = job
+    launch = LAUNCHED[name]
+    x = torch.randn(256, 512, device="cuda").to(torch.float32 if launch.dtype is not None else torch.bfloat16)
+    _tiled(x, x.flip(0), launch, finite_amax(x), tiling)
 
 
 def _tiled(x: Tensor, up: Tensor, launch: Launch, amax: Tensor, tiling: Tiling) -> object:

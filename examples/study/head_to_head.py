@@ -239,7 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(f"--arms: {own.schedule} has no arm {unknown[0]}; it has {', '.join(schedule.arms)}")
     seeds = own.seeds or [*schedule.seeds]
     if unknown := [seed for seed in seeds if seed not in schedule.seeds]:
-        raise UserError(f"--seeds: {own.schedule} has no seed {unknown[0]}; it has {', '.join(map(str, schedule.seeds))}")
+        raise UserError(
+            f"--seeds: {own.schedule} has no seed {unknown[0]}; it has {', '.join(map(str, schedule.seeds))}"
+        )
     work = HeadToHead(schedule, own.output.absolute() / own.schedule.stem, own.model, own.device)
     if not own.table:
         work.prepare()
