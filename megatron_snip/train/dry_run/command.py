@@ -68,6 +68,8 @@ def check_memory(config: Config, world_size: int, worst: Measured, gib: float) -
             found.append((max(one.worst.total for one in ends) / GIB, words))
     if fits := [f"{words} ({peak:.1f} GiB)" for peak, words in found if peak <= gib]:
         way_out = f"it fits with {' or '.join(fits)}"
+        if any(words.startswith("--recompute-granularity") for words in fits):
+            way_out += "; --memory-plan auto recomputes no more than it must"
     else:
         least = ", ".join(f"{words} ({peak:.1f} GiB)" for peak, words in sorted(found)) or "no other layout divides"
         way_out = f"no single change makes it fit: {least}; combine changes or use more ranks"
@@ -82,6 +84,8 @@ def _changes(config: Config) -> list[tuple[str, Config]]:
         changes.append(("--recompute-granularity selective --recompute-modules core_attn mlp", selective))
     if config.training.recompute_granularity != "full":
         changes.append(("--recompute-granularity full", config.replace(recompute_granularity="full")))
+    if config.training.optimizer_precision == "fp32":
+        changes.append(("--optimizer-precision collage-plus", config.replace(optimizer_precision="collage-plus")))
     if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
         changes.append(("--sequence-parallel", config.replace(sequence_parallel=True)))
     if config.training.micro_batch_size > 1:

@@ -146,7 +146,7 @@ def test_what_would_make_it_fit_is_named(peaks) -> None:
     assert str(info.value) == (
         "--memory-gib 0.5: rank 0, pipeline stage 0, needs 1.0 GiB (iteration, fp4); it fits with "
         "--recompute-granularity full (0.4 GiB) or --data-parallel-sharding-strategy optim_grads_params (0.3 GiB) or "
-        "--pipeline-model-parallel-size 4 (0.5 GiB)"
+        "--pipeline-model-parallel-size 4 (0.5 GiB); --memory-plan auto recomputes no more than it must"
     )
 
 
