@@ -99,7 +99,9 @@ class Wandb:
             config=config.to_dict(),
         )
         try:
-            self.run = init(mode=log.wandb_mode, settings=wandb.Settings(init_timeout=_PATIENCE))
+            given = wandb.setup().settings.init_timeout  # by WANDB_INIT_TIMEOUT, else wandb's default
+            timeout = _PATIENCE if given == wandb.Settings().init_timeout else given
+            self.run = init(mode=log.wandb_mode, settings=wandb.Settings(init_timeout=timeout))
         except Exception as error:
             wandb.teardown()  # its process still holds the run's id
             self.run = init(mode="offline")

@@ -35,7 +35,9 @@ def test_a_wandb_that_cannot_start_costs_no_run(monkeypatch, tmp_path, caplog):
     def fail(**options):
         raise PermissionError(13, "Permission denied", "wandb/settings")
 
-    calls = SimpleNamespace(init=fail, teardown=lambda: None, Settings=lambda **settings: None)
+    settings = SimpleNamespace(init_timeout=90.0)
+    begun = SimpleNamespace(settings=settings)
+    calls = SimpleNamespace(init=fail, teardown=lambda: None, Settings=lambda **_: settings, setup=lambda: begun)
     monkeypatch.setitem(sys.modules, "wandb", calls)
     config = Config().replace(run_dir=str(tmp_path), wandb_project="p")
     assert trackers.start_trackers(config, "id", 0) == []

@@ -183,6 +183,7 @@ def test_where_wandb_does_not_answer_the_run_goes_on_offline(answers, tmp_path):
         if not answers:
             server.close()
         variables = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": 40 * "a", "NO_PROXY": "127.0.0.1"}
+        variables["WANDB_INIT_TIMEOUT"] = "3"
         start(tmp_path, "--wandb-mode", "online", "--train-iters", "3", "--precision", "bf16", **variables)
     written = read_metrics(tmp_path / "run/metrics.jsonl")
     (file,) = (tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb")
