@@ -55,7 +55,7 @@ def steps(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     optimizers = {name: optimizer_of(name, args.tensors, args.device) for name in PRECISIONS}
     cases = {name: lambda one=one: one.step(1e-4, 1.0) for name, one in optimizers.items()}
-    seconds = interleaved(cases, args.device, repeats=args.repeats)
+    seconds = interleaved(cases, args.device, repeats=args.repeats, ahead=True)
     elements = args.tensors * SHAPE[0] * SHAPE[1]
     rows = [
         [name, f"{taken / elements * 1e9:.3f}", f"{taken / seconds['fp32']:.2f}"] for name, taken in seconds.items()
