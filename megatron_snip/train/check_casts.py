@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.errors import UserError
-from megatron_snip.quant import LinearCall, LinearPrecision, RoundingKey
+from megatron_snip.quant import GEMMS, LinearCall, LinearPrecision, RoundingKey
 from megatron_snip.quant.casts.cast import Form, Operand, as_read, finite_amax, reference
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.linears.linear import LINEAR_IMPLS
@@ -30,11 +30,15 @@ _KEY = RoundingKey(seed=1, iteration=2, stream=3)
 
 
 def check_casts_of(parts: Parts, impl: str, device: torch.device) -> None:
-    """``check_casts`` of every precision that a run's linears have or may get."""
+    """``check_casts`` of every format that a run's linears have or may get.
+
+    Each is checked alone: `recipes` has dozens of precisions, and a kernel for each pair of formats would be compiled.
+    """
     found = {linear.precision for linear in parts.linears.values()}
     found |= {*parts.coordinator.options} if parts.coordinator is not None else set()
     found |= {parts.final.of(precision) for precision in found} if parts.final is not None else set()
-    check_casts(sorted(found, key=str), impl, device)
+    names = sorted({getattr(precision, gemm) for precision in found for gemm in GEMMS})
+    check_casts(map(LinearPrecision.uniform, names), impl, device)
 
 
 def check_casts(precisions: Iterable[LinearPrecision], impl: str, device: torch.device) -> None:

@@ -66,3 +66,15 @@ def test_wrong_bits_end_the_run_before_it_begins_and_a_few_warn(part, what, monk
         ValueError, match=rf"differ .* in 0\.\d% of the {what} of the weight in mxfp8; .* another version"
     ):
         check_casts_of(parts, "auto", CPU)
+
+
+def test_formats_of_many_precisions_are_checked_one_by_one(caplog):
+    options = [LinearPrecision.parse(words) for words in ("fp8/fp4/bf16", "bf16/mxfp8/fp4", "fp8")]
+    parts = SimpleNamespace(
+        linears={"one": SimpleNamespace(precision=LinearPrecision.parse("bf16/bf16/mxfp4"))},
+        coordinator=SimpleNamespace(options=options),
+        final=SimpleNamespace(of=lambda precision: LinearPrecision.parse("nvfp4/bf16/bf16")),
+    )
+    with caplog.at_level("INFO", "megatron_snip"):
+        check_casts_of(parts, "auto", CPU)
+    assert "casts of fp4, fp8, mxfp4, mxfp8, nvfp4 checked" in caplog.text
