@@ -6,8 +6,8 @@ trained to NaN, and nothing before a GPU could tell (benchmarks/results/2026-11-
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -92,9 +92,10 @@ def _compare(x: Tensor, forms: Sequence[Form], dtype: torch.dtype | None, up: Te
             if not wrong:
                 continue
             what = right.form.output if part == "data" else part
+            version = getattr(sys.modules.get("triton"), "__version__", "of an unknown version")
             told = (
                 f"casts on {_name(x.device)} differ from the specification in {wrong:.1%} of the {what} of the "
-                f"{right.form.role} in {right.form.fmt.name}; Triton {_triton()} compiles them wrongly here"
+                f"{right.form.role} in {right.form.fmt.name}; Triton {version} compiles them wrongly here"
             )
             if wrong > _FEW:
                 raise UserError(f"{told}: install another version of it, or none, and PyTorch casts slowly")
@@ -107,10 +108,3 @@ def _bits(x: Tensor) -> Tensor:
 
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _triton() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "is not installed, so PyTorch"

@@ -24,8 +24,17 @@ def rows(folder, options, world=1, **more) -> list[dict]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("kind", "layout"), [("fp4", ""), ("snip", ""), ("snip", "pp2")])
-def test_a_resume_across_the_switch_is_exact(kind, layout, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "layout", "ends"),
+    [
+        ("fp4", "", [5]),
+        ("snip", "", [4, 5, 6]),
+        ("snip", "pp2", [5]),
+        pytest.param("fp4", "", [4, 6], marks=pytest.mark.slow),
+        pytest.param("snip", "pp2", [4, 6], marks=pytest.mark.slow),
+    ],
+)
+def test_a_resume_across_the_switch_is_exact(kind, layout, ends, tmp_path):
     options, world = {"precision": kind}, 1
     if layout:
         options, world = {**options, **LAYOUTS[layout]}, world_of(layout)
@@ -35,8 +44,7 @@ def test_a_resume_across_the_switch_is_exact(kind, layout, tmp_path):
     assert [i for i, row in at.items() if "snip/final_precision" in row] == [6, 7, 8]
     assert at[6]["snip/final_precision"] == "bf16/plan/plan"
     assert at[8]["snip/plan_hash"] == at[6]["snip/plan_hash"] != at[5].get("snip/plan_hash")
-    # of the first part; the second begins with iteration 5, 6 or 7
-    for end in (4, 5, 6) if (kind, layout) == ("snip", "") else (5,):
+    for end in ends:  # of the first part; the second begins with iteration 5, 6 or 7
         folder = tmp_path / f"run{end}"
         rows(folder, options, world, exit_interval=end)
         assert rows(folder, options, world, load=str(folder / "checkpoints")) == whole

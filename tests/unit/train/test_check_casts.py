@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_snip.config import Config
 from megatron_snip.formats import format_names, get_format
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.quant.kernels import op
@@ -14,6 +15,7 @@ from megatron_snip.quant.linears import linear
 from megatron_snip.quant.linears.by_gemm import ByGemm
 from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.scaled_mm import Hopper
+from megatron_snip.train import loop
 from megatron_snip.train.check_casts import check_casts, check_casts_of
 
 CPU = torch.device("cpu")
@@ -78,3 +80,22 @@ def test_formats_of_many_precisions_are_checked_one_by_one(caplog):
     with caplog.at_level("INFO", "megatron_snip"):
         check_casts_of(parts, "auto", CPU)
     assert "casts of fp4, fp8, mxfp4, mxfp8, nvfp4 checked" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_a_run_on_a_gpu_begins_with_it(kind, monkeypatch):
+    class Reached(Exception):
+        """Instead of what comes next."""
+
+    def reached(*given):
+        raise Reached(*given)
+
+    config, device = Config(), torch.device(kind)
+    pipeline = SimpleNamespace(device=device)
+    parts = SimpleNamespace(stepper=SimpleNamespace(pipeline=pipeline))
+    run = SimpleNamespace(config=config, parts=parts, iteration=0, _warn_about_unreachable=lambda: None)
+    monkeypatch.setattr(loop, "check_casts_of", reached)
+    monkeypatch.setattr(loop, "preflight", reached)
+    with pytest.raises(Reached) as info:
+        loop.Trainer.run(run)
+    assert info.value.args == ((parts, "auto", device) if kind == "cuda" else (config, parts))

@@ -249,7 +249,8 @@ def test_registers_leave_room_for_warps(compiled, name, capability):
     """
     launch = LAUNCHES[name]
     made = resources(compiled("cast_kernel", capability, launch))
-    assert made.spills == 0 and made.warps_an_sm >= (8 if launch.tiling == triton_launches.TILINGS[128] else 16)
+    measured = launch.tiling == triton_launches.TILINGS[128]
+    assert made.spills == 0 and made.warps_an_sm >= (8 if measured else 16) and (measured or made.registers <= 128)
 
 
 #: Bytes that a thread must load an element, and instructions that it may issue.

@@ -45,6 +45,23 @@ def test_a_wandb_that_cannot_start_costs_no_run(monkeypatch, tmp_path, caplog):
     assert line.startswith("wandb cannot start: ") and "training goes on" in line
 
 
+@pytest.mark.parametrize(("given", "waits"), [(90.0, 20.0), (3.0, 3.0), (300.0, 300.0)])
+def test_how_long_the_start_waits_for_wandb(given, waits, monkeypatch, tmp_path):
+    seen = []
+
+    def init(settings, **options):
+        seen.append(settings)
+        return SimpleNamespace(define_metric=lambda *name, **how: None)
+
+    calls = SimpleNamespace(
+        init=init, setup=lambda: SimpleNamespace(settings=SimpleNamespace(init_timeout=given)),
+        Settings=lambda init_timeout=90.0: SimpleNamespace(init_timeout=init_timeout),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "wandb", calls)
+    Wandb(Config().replace(run_dir=str(tmp_path), wandb_project="p"), "id")
+    assert [settings.init_timeout for settings in seen] == [waits]
+
+
 def test_rows_of_a_plan():
     names = ["layers.0.mlp.gate_proj", "layers.0.mlp.down_proj"]
     plan = Plan(5, dict(zip(names, map(LinearPrecision.parse, ("fp4/fp8/bf16", "fp8")), strict=True)))
