@@ -21,7 +21,9 @@ from kernel_resources import LAUNCHES as LAUNCHED
 from torch import Tensor
 
 from megatron_snip.formats import get_format
+from megatron_snip.mesh import Axis
 from megatron_snip.model import rotary
+from megatron_snip.parallel import loss
 from megatron_snip.quant import RoundingKey
 from megatron_snip.quant.casts.cast import Form, Output, finite_amax, swiglu_product
 from megatron_snip.quant.kernels.dispatch import cast
@@ -126,6 +128,10 @@ def casts(contact: Contact) -> Table:
     return table
 
 
+def _no(logits: Tensor) -> bool:
+    return False
+
+
 def _fused(x: Tensor) -> Iterator[tuple[str, float, Case]]:
     """What one launch does in place of several, and those several: names, bytes an element, cases."""
     up = x.flip(0)
@@ -139,6 +145,10 @@ def _fused(x: Tensor) -> Iterator[tuple[str, float, Case]]:
     yield "SwiGLU's gradients in four launches", 22.0, lambda: (
         torch.ops.aten.silu_backward(up * up, x), up * torch.nn.functional.silu(x)
     )  # fmt: skip
+    logits, labels, scale = x.clone(), x[:, 0].long() % 64, x[:, 1].float()
+    loss_of = partial(loss.vocab_parallel_cross_entropy, logits, labels, Axis(1, 0, None), scale)  # type: ignore[arg-type]
+    yield "cross entropy with its gradient, two launches", 6.0, loss_of
+    yield "cross entropy with its gradient in ten launches", 42.0, mock.patch.object(loss, "fused", _no)(loss_of)
     heads = x.view(1, len(x), -1, 128).transpose(1, 2)
     cos, sin = x[:, :128].contiguous(), x[:, -128:].contiguous()
     for back, plain, count in ((False, rotary._rotate, "five"), (True, rotary._rotate_back, "six")):

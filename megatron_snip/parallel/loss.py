@@ -16,16 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_snip.mesh import Axis
+from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.linears.matmul import add_product, product
 
 #: Logits of a chunk, 384 MiB in bf16.  The weight's gradient is read and written once a chunk, so fewer would be slow.
 _LOGITS = 3 << 26
 _ROWS = 128  # a chunk is a multiple of this, for the GEMMs
-#: Logits whose softmax is computed at once in float32: these fit a CPU's cache; on a GPU they are 128 MiB.
+#: Logits whose softmax is computed at once in float32: these fit a CPU's cache; on a GPU without Triton, 128 MiB.
 _SOFTMAX = {"cpu": 1 << 20}
 _LARGE_SOFTMAX = 1 << 25
+_BLOCK, _WARPS = 4096, 8  # columns that a program of the kernels has at once
 
 #: Losses [T] of a microbatch -> this rank's share [] of the loss; linear.
 Share = Callable[[Tensor], Tensor]
@@ -78,6 +81,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, sca
 
     Not differentiable.  With scale [T], the logits become the gradient of the sum of scale * losses.
     """
+    if fused(logits):
+        return _fused(logits, labels, axis, scale)
     size = max(1, _SOFTMAX.get(logits.device.type, _LARGE_SOFTMAX) // logits.shape[-1])
     space = torch.empty_like(logits[:size], dtype=torch.float32)  # the whole tensor would be twice the logits in bf16
     losses = logits.new_empty(len(logits), dtype=torch.float32)
@@ -107,6 +112,47 @@ def _of_rows(logits: Tensor, labels: Tensor, axis: Axis, space: Tensor, scale: T
         grad = exp.div_(sums[0].unsqueeze(-1)).mul_(scale.unsqueeze(-1))
         logits.copy_(grad.scatter_add_(-1, column.unsqueeze(-1), -scale.masked_fill(elsewhere, 0.0).unsqueeze(-1)))
     return sums[0].log() - sums[1]
+
+
+def fused(logits: Tensor) -> bool:
+    """Whether the kernels of loss_kernel.py take logits [T, V/tp]: on an NVIDIA GPU, with Triton."""
+    return triton_cast.on_nvidia(logits) and logits.stride(-1) == 1
+
+
+@torch.no_grad()
+def _fused(logits: Tensor, labels: Tensor, axis: Axis, scale: Tensor | None) -> Tensor:
+    """``vocab_parallel_cross_entropy`` in two launches."""
+    first, found = axis.rank * logits.shape[-1], logits.new_empty((3, len(logits)), dtype=torch.float32)
+    launch(logits, labels, first, found)
+    top, total, at_label = found
+    if axis.size > 1:
+        highest = top.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=axis.group)
+        total.mul_((top - highest).exp_())
+        top.copy_(highest)
+        dist.all_reduce(found[1:], group=axis.group)
+    if scale is not None:
+        launch(logits, labels, first, found, scale)
+    return total.log() - (at_label - top)
+
+
+def launch(logits: Tensor, labels: Tensor, first: int, found: Tensor, scale: Tensor | None = None) -> None:
+    """Find each row's largest logit, its sum of exp(z - largest) and its label's logit: found [3, T], float32.
+
+    With scale [T], found is read, and the logits become scale * their loss's gradient.  first: global id of column 0.
+    """
+    if isinstance(logits, FakeTensor):  # a dry run counts memory, and this takes none
+        return
+    from megatron_snip.parallel.loss_kernel import gradient_kernel, softmax_kernel
+
+    rows, columns = logits.shape
+    how = {"COLUMNS": columns, "BLOCK": _BLOCK, "num_warps": _WARPS, **triton_cast.OPTIONS}
+    given = (logits, logits.stride(0), labels.contiguous(), first)
+    with torch.cuda.device_of(logits):
+        if scale is None:
+            softmax_kernel[(rows,)](*given, *found, **how)
+        else:
+            gradient_kernel[(rows, -(-columns // _BLOCK))](*given, *found[:2], scale.contiguous(), **how)
 
 
 def _gradient_of(share: Share, losses: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def as_on(device: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for backend in _BACKENDS[device]:
             stack.enter_context(mock.patch.object(backend, "unfit_device", lambda self, device: None))
-        for module, kernel in ((triton_cast, "takes_product"), (rotary, "fused")):
+        for module, kernel in ((triton_cast, "takes_product"), (rotary, "fused"), (loss, "fused")):
             stack.enter_context(mock.patch.object(module, kernel, lambda x, *_: x.dtype == torch.bfloat16))
         stack.enter_context(mock.patch.object(matmul, "_lacks_bf16", lambda: False))
         stack.enter_context(mock.patch.object(tensor, "adds_in_bf16", lambda weight: False))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_snip.model.output import logits_of
 from megatron_snip.parallel import loss
 from megatron_snip.parallel.loss import output_loss, vocab_parallel_cross_entropy
+from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.linears import matmul
 
 T, V, H = 40, 96, 64
@@ -36,6 +41,15 @@ def test_loss_and_gradient_are_torchs(dtype, scale, lone_mesh):
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(grad.double(), expected_grad, rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.skipif(not triton_cast.installed(), reason="triton is not installed; pip install triton")
+def test_the_kernels_agree_with_torch_in_the_interpreter():
+    command = [sys.executable, "-m", "tests.unit.parallel.interpreted"]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "0 differences" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 def test_logits_without_a_scale_stay_as_they_are(lone_mesh):

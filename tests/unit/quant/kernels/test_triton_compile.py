@@ -34,6 +34,7 @@ from benchmarks.kernel_resources import (
 )
 from megatron_snip.formats import Hadamard, get_format
 from megatron_snip.model import rotary, rotary_kernel
+from megatron_snip.parallel import loss, loss_kernel
 from megatron_snip.quant import RoundingKey, quantize
 from megatron_snip.quant.casts.cast import Form
 from megatron_snip.quant.kernels import triton_cast, triton_kernels, triton_launches
@@ -215,6 +216,18 @@ def test_rotary_positions(compiled, back):
     made = resources(result)
     assert not FORBIDDEN.search(result.asm["ptx"]) and "ld.global.v4.b32" in result.asm["ptx"]
     assert made.spills == 0 and made.warps_an_sm >= 16
+
+
+@pytest.mark.parametrize("kernel", ["softmax_kernel", "gradient_kernel"])
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+def test_cross_entropy(compiled, kernel, capability):
+    logits, labels = torch.empty(64, 128256, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
+    found = torch.ones(3, 64)
+    scale = None if kernel == "softmax_kernel" else torch.ones(64)
+    made = compile_ahead(kernel, capability, lambda: loss.launch(logits, labels, 0, found, scale), module=loss_kernel)
+    assert "ld.global.v4.b32" in made.asm["ptx"], "logits are read by 16 bytes"
+    needed = resources(made)
+    assert needed.spills == 0 and needed.warps_an_sm >= 32
 
 
 @pytest.mark.slow
