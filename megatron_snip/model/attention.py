@@ -58,9 +58,11 @@ class Attention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         q, k = self.queries_and_keys(q, k)
         k, dtype = rotate(k, cos, sin), q.dtype
+        # backward of one chunk would copy its gradient
+        chunks = [q] if len(self.pieces) == 1 else q.chunk(len(self.pieces), dim=2)
         parts = [
             rotate(part, cos[..., piece, :], sin[..., piece, :])
-            for part, piece in zip(q.chunk(len(self.pieces), dim=2), self.pieces, strict=True)
+            for part, piece in zip(chunks, self.pieces, strict=True)
         ]
         if self.in_float32:
             k, v, parts = k.float(), v.float(), [part.float() for part in parts]
