@@ -1,6 +1,6 @@
 """The table of the head-to-head runs: what each arm lost against BF16 with the same data, and how sure that is.
 
-    python -m examples.study.head_to_head_table benchmarks/results/FILE.jsonl
+    python -m examples.study.head_to_head_table benchmarks/results/FILE.jsonl [--picture FILE.png]
 
 A difference is paired by held-out sequence and by seed of the data's order.  Its standard error is the larger of two:
 that over sequences of the mean over seeds, and that over seeds of the mean over sequences.
@@ -8,8 +8,8 @@ that over sequences of the mean over seeds, and that over seeds of the mean over
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BASE = "bf16"
+PLANNED, OTHERS, INK = "#e8893c", "#8fa3b8", "#1c2430"
 Floats = NDArray[np.float64]
 
 
@@ -66,10 +67,65 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def main(words: Sequence[str]) -> None:
+def described(options: Mapping[str, Any]) -> str:
+    """An arm in words that do not need the schedule."""
+    final = "" if "snip-final-precision" not in options else f", {options['snip-final-precision']} at the end"
+    if "by-hand" in options:
+        return options["by-hand"] + final
+    if options["precision"] != "snip":
+        return f"{options['precision']} everywhere{final}"
+    rule: str = options.get("snip-objective", "snip")
+    who = "SNIP" if rule == "snip" else rule
+    how = [f"by {options['snip-granularity'].upper()}"] if "snip-granularity" in options else []
+    how += [f"every {options['snip-interval']}"] if "snip-interval" in options else []
+    how += ["with updates"] if options.get("snip-weight") else []
+    share = f"as fast as {options['same-time-as']}" if "same-time-as" in options else "75%"
+    return f"{' '.join([who, *how])}: {options['snip-options']}, {share}{final}"
+
+
+def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A bar an arm, the best on top, with twice its standard error; a point is of the unrounded weights."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    own, unrounded = losses_of(results, "losses"), losses_of(results, "unrounded")
+    found = {name: difference(own[name], own[BASE]) for name in own if name != BASE}
+    names, words = (
+        sorted(found, key=lambda name: found[name][0]),
+        {one["arm"]: described(one["options"]) for one in results},
+    )
+    colours = [PLANNED if words[name].startswith("SNIP") else OTHERS for name in names]
+    figure, axis = plt.subplots(figsize=(9, 0.29 * len(names) + 0.9))
+    means, errors = ([1e3 * scale * found[name][i] for name in names] for i, scale in ((0, 1), (1, 2)))
+    bars = {"color": colours, "height": 0.72, "error_kw": {"lw": 1, "ecolor": INK}}
+    axis.barh(range(len(names)), means, xerr=errors, **bars)
+    axis.barh([0, 0], [0, 0], color=PLANNED, label="planned by SNIP, in its formats")
+    axis.barh([0, 0], [0, 0], color=OTHERS, label="rules and recipes")
+    weights = [1e3 * difference(unrounded[name], own[BASE])[0] for name in names]
+    axis.plot(weights, range(len(names)), "o", ms=4, color=INK, label="the same weights, unrounded")
+    axis.set_yticks(range(len(names)), [words[name] for name in names], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("held-out loss above BF16 after training, milli-nats a token")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9, loc="upper right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(words: Sequence[str] | None = None) -> None:
     """Command line."""
-    print(table([json.loads(line) for line in Path(words[0]).read_text().splitlines()]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="JSON lines of head_to_head --json")
+    parser.add_argument("--picture", type=Path, help="also draw it, by matplotlib")
+    own = parser.parse_args(words)
+    results = [json.loads(line) for line in own.results.read_text().splitlines()]
+    print(table(results))
+    if own.picture is not None:
+        draw(results, own.picture)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
