@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 
-from examples.study import real_model
+from examples.study import real_model, scratch
 from examples.study.head_to_head_table import table
 from examples.study.judge import TEXTS, formats_of, in_formats, linears_of, losses, sequences_of
 from examples.study.pieces import write_json
 from examples.study.real_text import write_texts
-from examples.study.schedule import BASE, BY_HAND, Schedule, read_schedule
+from examples.study.schedule import BASE, BY_HAND, FROM_SCRATCH, Schedule, read_schedule
 from megatron_snip import runtime
 from megatron_snip.errors import UserError
 from megatron_snip.files.json import write_atomic
@@ -88,7 +88,7 @@ class HeadToHead:
     def prepare(self) -> None:
         """The model's folder, its texts, and their tokens."""
         with alone(self.folder, wait=True):
-            real_model.made(self.model)
+            (scratch if self.schedule.model == FROM_SCRATCH else real_model).made(self.model)
             if not all((self.model / file).is_file() for file in TEXTS.values()):
                 write_texts(self.model)
             for text in TRAIN:
@@ -101,18 +101,20 @@ class HeadToHead:
                     run(["preprocess", "--input", source, "--output-prefix", str(prefix), *words],
                         self.folder / "log.txt")  # fmt: skip
 
-    def train(self, seed: int, name: str, load: Path, words: Sequence[str]) -> Path:
+    def train(self, seed: int, name: str, load: Path | None, words: Sequence[str]) -> Path:
         """A run up to its end, from its own checkpoints if it has any; its folder."""
         folder = self.folder / str(seed) / name
         saved = folder / "checkpoints"
         mine = saved if (saved / "latest_checkpointed_iteration.txt").is_file() else load
+        start = {} if mine is None else {"load": mine}
         tokens = [str(self.folder / "tokens" / f"{text}_text_document") for text in TRAIN]
         # A GPU ends an arm in less time than its checkpoints take to write.
         sparing: dict[str, Any] = {} if self.device == "cpu" else {"save_interval": 10**6}
         common = self.schedule.words(
-            **sparing, seed=seed, device=self.device, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=self.model,
+            **sparing, **start, seed=seed, device=self.device,
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=self.model,
             train_data_path=tokens[0], valid_data_path=[w for each in tokens[1:] for w in ("1", each)],
-            run_dir=folder, save=saved, load=mine, keep_last=1,
+            run_dir=folder, save=saved, keep_last=1,
         )  # fmt: skip
         run(["train", *common, *words], folder / "log.txt")
         return folder
@@ -123,7 +125,8 @@ class HeadToHead:
         with alone(folder, wait=True):
             if not (folder / RESULT).is_file():
                 self.say(f"seed {seed}: {self.schedule.prefix} iterations in BF16 before all arms")
-                self.train(seed, "prefix", self.model, ["--exit-interval", str(self.schedule.prefix)])
+                start = None if self.schedule.model == FROM_SCRATCH else self.model
+                self.train(seed, "prefix", start, ["--exit-interval", str(self.schedule.prefix)])
                 write_json(folder / RESULT, {})
         return folder / "checkpoints"
 
@@ -227,7 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("schedule", type=Path)
     parser.add_argument("--output", type=Path, default=Path("runs/head_to_head"), help="folder of all schedules")
-    parser.add_argument("--model", type=Path, default=real_model.DEFAULT, help="Hugging Face folder of the model")
+    parser.add_argument(
+        "--model", type=Path, help="folder of the model, its tokenizer and texts, in place of the cache's"
+    )
     parser.add_argument("--device", default="cpu", help="of training and judging (default: cpu)")
     parser.add_argument("--arms", help="these alone, comma-separated")
     parser.add_argument("--seeds", type=int, nargs="+", help="these alone, in this order")
@@ -244,7 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(
             f"--seeds: {own.schedule} has no seed {unknown[0]}; it has {', '.join(map(str, schedule.seeds))}"
         )
-    work = HeadToHead(schedule, own.output.absolute() / own.schedule.stem, own.model, own.device)
+    model = own.model or (scratch if schedule.model == FROM_SCRATCH else real_model).DEFAULT
+    work = HeadToHead(schedule, own.output.absolute() / own.schedule.stem, model, own.device)
     if not own.table:
         work.prepare()
         turns = [[*seeds[job % len(seeds) :], *seeds[: job % len(seeds)]] for job in range(own.jobs)]

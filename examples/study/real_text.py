@@ -72,8 +72,13 @@ def split(texts: Iterator[str]) -> tuple[list[str], list[str]]:
     return sides
 
 
-def write_texts(folder: Path, prose: Path = PROSE, code: Path = CODE, least: int = LEAST) -> dict[Path, int]:
-    """Write the three files into a folder: {path: bytes}.  UserError where there is too little text."""
+def write_texts(
+    folder: Path, prose: Path = PROSE, code: Path = CODE, least: int = LEAST, most: int | None = None
+) -> dict[Path, int]:
+    """Write the three files into a folder: {path: bytes}.  UserError where there is too little text.
+
+    most: characters of `probe.txt`, of which the held-out texts may have a thirtieth; what is behind is left out.
+    """
     (probe_prose, held_prose), (probe_code, held_code) = (
         split(documents(prose, prose=True)), split(documents(code, prose=False))
     )  # fmt: skip
@@ -81,7 +86,7 @@ def write_texts(folder: Path, prose: Path = PROSE, code: Path = CODE, least: int
     texts = {"probe": turns, "held_out_prose": held_prose, "held_out_code": held_code}
     sizes = {}
     for name, parts in texts.items():
-        text = joined(parts)
+        text = joined(parts)[: most if most is None or name == "probe" else most // 30]
         if len(text) < least:
             raise UserError(f"{name} has {len(text)} characters of {prose} and {code}, less than {least}; install docs")
         write_atomic(path := folder / f"{name}.txt", text)

@@ -24,6 +24,7 @@ from megatron_snip.train.setup import snip_shapes
 BY_HAND, SAME_TIME = "by-hand", "same-time-as"
 _BY_HAND = re.compile(r"(\w+), last (\d+)% (\w+)")
 BASE = "bf16"  # the arm that all are compared with
+FROM_SCRATCH = "scratch"
 
 Arm = Mapping[str, Any]
 
@@ -33,7 +34,7 @@ class Schedule:
     """What a TOML file says."""
 
     name: str  # for people
-    model: str  # "smollm2"
+    model: str  # "smollm2", or FROM_SCRATCH: random weights, with the texts and the tokenizer of scratch.py
     prefix: int  # iterations in BF16 that all arms of a seed share
     options: dict[str, Any]  # of training, for every arm
     arms: dict[str, dict[str, Any]]  # name -> options of training, or one of BY_HAND and SAME_TIME

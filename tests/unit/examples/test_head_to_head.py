@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from examples.study import head_to_head
-from examples.study.head_to_head_table import difference, table
-from examples.study.schedule import read_schedule
+from examples.study import head_to_head, head_to_head_table, real_text, scratch
+from examples.study.head_to_head_table import described, difference, table
+from examples.study.schedule import FROM_SCRATCH, read_schedule
 from megatron_snip.errors import UserError
 
 SCHEDULES = sorted((Path(head_to_head.__file__).parent / "schedules").glob("*.toml"))
@@ -93,6 +94,49 @@ def test_arms_are_trained_judged_and_compared(model, tmp_path, capsys):
     assert "| bf16 | 0.0 ± 0.0 |" in said and ": done in" in said
     head_to_head.main(words)  # nothing is made again
     assert "trains" not in capsys.readouterr().out
+    head_to_head_table.main([str(tmp_path / "all.jsonl"), "--picture", str(tmp_path / "arms.png")])
+    assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG") and "| fixed |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", SCHEDULES, ids=lambda path: path.stem)
+def test_a_picture_tells_arms_apart(path):
+    words = [described(options) for options in read_schedule(path).arms.values()]
+    assert len(set(words)) == len(words) and "bf16 everywhere" in words
+    assert any(text.startswith("SNIP by GEMM: fp8,fp4, 75%") for text in words)
+
+
+def test_a_model_from_scratch_does_not_start_from_the_folders_weights(model, tmp_path, monkeypatch):
+    (model / "model.safetensors").unlink()
+    (schedule := tmp_path / "toy.toml").write_text(TOY.replace('"smollm2"', f'"{FROM_SCRATCH}"'))
+    words = [str(schedule), "--output", str(tmp_path / "out"), "--arms", "bf16", "--json", str(tmp_path / "all.jsonl")]
+    monkeypatch.setattr(scratch, "DEFAULT", model)
+    head_to_head.main(words)
+    (row,) = map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())
+    assert len(row["training loss"]) == 2 and len(row["losses"]["prose"]) == 2
+
+
+def test_text_and_tokenizer_from_scratch(tmp_path, monkeypatch):
+    packages = tmp_path / "packages"
+    for number in range(60):
+        folder = packages / f"package{number}"
+        folder.mkdir(parents=True)
+        lines = [f"def function_{number}_{line}(argument):  # adds {line * number}" for line in range(40)]
+        (folder / "module.py").write_text("\n".join(lines))
+        (folder / "README.md").write_text(
+            f"Number {number} is a package whose functions add numbers to arguments. " * 9
+        )
+    written = partial(real_text.write_texts, prose=packages, least=300, most=60_000)
+    monkeypatch.setattr(scratch, "write_texts", lambda folder, code, most: written(folder, code=packages))
+    folder = scratch.made(tmp_path / "made")
+    sizes = {name: (folder / f"{name}.txt").stat().st_size for name in ("probe", "held_out_prose", "held_out_code")}
+    assert sizes["probe"] == 60_000 and sizes["held_out_code"] == 2_000
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "def functión_7(argument):\n\tpass\n"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.token_to_id(scratch.END) == 0 and tokenizer.get_vocab_size() <= scratch.VOCABULARY
+    before = (folder / "tokenizer.json").stat().st_mtime_ns
+    scratch.made(folder)
+    assert (folder / "tokenizer.json").stat().st_mtime_ns == before
 
 
 def test_the_judge_rounds_as_an_arm_ends(tmp_path):
