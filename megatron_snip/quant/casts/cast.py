@@ -285,7 +285,9 @@ def allocate(x: Tensor, form: Form, *, dtype: torch.dtype | None = None, count: 
 
 def _contiguous_along(dim: int, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory [R, C] on the device of x [...], contiguous along a dim."""
-    return x.new_empty(shape, dtype=dtype) if dim == 1 else x.new_empty(shape[::-1], dtype=dtype).T
+    rows, cols = shape
+    strides = (cols, 1) if dim == 1 else (1, rows)
+    return torch.empty_strided((rows, cols), strides, dtype=dtype, device=x.device)  # half of new_empty's host time
 
 
 def _quantise(x: Tensor, form: Form, tensor_amax: Tensor | None, count: bool) -> Operand:
