@@ -105,14 +105,15 @@ def test_a_picture_tells_arms_apart(path):
     assert any(text.startswith("SNIP by GEMM: fp8,fp4, 75%") for text in words)
 
 
-def test_a_model_from_scratch_does_not_start_from_the_folders_weights(model, tmp_path, monkeypatch):
-    (model / "model.safetensors").unlink()
-    (schedule := tmp_path / "toy.toml").write_text(TOY.replace('"smollm2"', f'"{FROM_SCRATCH}"'))
-    words = [str(schedule), "--output", str(tmp_path / "out"), "--arms", "bf16", "--json", str(tmp_path / "all.jsonl")]
-    monkeypatch.setattr(scratch, "DEFAULT", model)
-    head_to_head.main(words)
-    (row,) = map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())
-    assert len(row["training loss"]) == 2 and len(row["losses"]["prose"]) == 2
+@pytest.mark.parametrize("kind", ["smollm2", FROM_SCRATCH])
+def test_from_scratch_only_arms_load_weights(kind, model, tmp_path, monkeypatch):
+    (path := tmp_path / "toy.toml").write_text(TOY.replace('"smollm2"', f'"{kind}"'))
+    work, ran = head_to_head.HeadToHead(read_schedule(path), tmp_path / "out", model, "cpu"), []
+    monkeypatch.setattr(head_to_head, "run", lambda words, log: ran.append(words))
+    work.prepare()
+    work.train(5, "bf16", work.prefix(5), [])
+    loads = [words[words.index("--load") + 1] if "--load" in words else None for words in ran if words[0] == "train"]
+    assert loads == [None if kind == FROM_SCRATCH else str(model), str(tmp_path / "out/5/prefix/checkpoints")]
 
 
 def test_text_and_tokenizer_from_scratch(tmp_path, monkeypatch):
