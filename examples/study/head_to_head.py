@@ -171,7 +171,8 @@ class HeadToHead:
         """The format of each linear's fprop at the end of an arm."""
         final = final_switch(self.schedule.config(self.schedule.arms[name]))
         plans = sorted((folder / "plans").glob("*.json")) or [*folder.glob("by_hand.json")]
-        found = formats_of(str(plans[-1]) if plans else self.schedule.arms[name]["precision"], names)
+        everywhere = LinearPrecision.parse(self.schedule.arms[name].get("precision", BASE)).fprop if not plans else ""
+        found = formats_of(str(plans[-1]) if plans else everywhere, names)
         if final is not None:
             found = {each: final.of(LinearPrecision.uniform(fmt)).fprop for each, fmt in found.items()}
         return found

@@ -154,6 +154,8 @@ def test_the_judge_rounds_as_an_arm_ends(tmp_path):
         assert work.formats(name, tmp_path, names) == at_end
     (tmp_path / "by_hand.json").unlink()
     assert set(work.formats("bf16", tmp_path, names).values()) == {"bf16"}
+    schedule.arms["backward"] = {"precision": "mxfp8/nvfp4/nvfp4"}
+    assert set(work.formats("backward", tmp_path, names).values()) == {"mxfp8"}
 
 
 def of(arm, seed, values):
