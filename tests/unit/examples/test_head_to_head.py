@@ -127,7 +127,7 @@ def test_text_and_tokenizer_from_scratch(tmp_path, monkeypatch):
             f"Number {number} is a package whose functions add numbers to arguments. " * 9
         )
     written = partial(real_text.write_texts, prose=packages, least=300, most=60_000)
-    monkeypatch.setattr(scratch, "write_texts", lambda folder, code, most: written(folder, code=packages))
+    monkeypatch.setattr(scratch, "write_texts", lambda folder, code, **more: written(folder, code=packages))
     folder = scratch.made(tmp_path / "made")
     sizes = {name: (folder / f"{name}.txt").stat().st_size for name in ("probe", "held_out_prose", "held_out_code")}
     assert sizes["probe"] == 60_000 and sizes["held_out_code"] == 2_000
@@ -135,6 +135,8 @@ def test_text_and_tokenizer_from_scratch(tmp_path, monkeypatch):
     text = "def functión_7(argument):\n\tpass\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.token_to_id(scratch.END) == 0 and tokenizer.get_vocab_size() <= scratch.VOCABULARY
+    whole, capped = (sum(map(len, real_text.documents(packages, prose=False, of_package=n))) for n in (None, 0))
+    assert capped == whole > 0, "a package's first file is taken"
     before = (folder / "tokenizer.json").stat().st_mtime_ns
     scratch.made(folder)
     assert (folder / "tokenizer.json").stat().st_mtime_ns == before
@@ -177,8 +179,11 @@ def test_differences_are_paired_and_their_error_is_the_larger_one():
     assert "nothing to compare with" in table(rows[2:])
 
 
-def test_unknown_arms_and_seeds_are_refused(tmp_path):
-    (path := tmp_path / "toy.toml").write_text(TOY)
+def test_unknown_models_arms_and_seeds_are_refused(tmp_path):
+    (path := tmp_path / "toy.toml").write_text(TOY.replace('"smollm2"', '"scrach"'))
+    with pytest.raises(UserError, match=r"toy.toml: model is 'scrach'; give one of smollm2, scratch"):
+        read_schedule(path)
+    path.write_text(TOY)
     with pytest.raises(UserError, match=r"--seeds: .*toy.toml has no seed 6; it has 5"):
         head_to_head.main([str(path), "--seeds", "5", "6"])
     with pytest.raises(UserError, match=r"--arms: .*toy.toml has no arm fp6; it has bf16, fixed, recipes"):
