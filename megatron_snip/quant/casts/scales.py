@@ -63,7 +63,7 @@ def four_over_six(blocks: Tensor, fmt: Format, tensor_amax: Tensor) -> tuple[Ten
     """``block_scales`` of "e4m3_4over6": magnitudes [row blocks, rows, column blocks, columns] -> two float32 [., .].
 
     Each block is rounded to nearest with two scales: the one that maps its largest magnitude to the element's max, and
-    1.5 times that, which maps it to 4 of E2M1's 6.  The smaller squared error wins, or the first if they are equal.
+    1.5 times that, which maps it to 4 instead of E2M1's 6.  The smaller squared error wins, the first on a tie.
     Errors are in units of the tensor's scale.  blocks: 0 where an element is not finite or outside.
     """
     element = fmt.element

@@ -1,9 +1,9 @@
 """Chooses the kernel that casts a tensor, and wraps kernels as torch custom operators.
 
-Direct calls go straight to a kernel, or to the specification (cast.py).  Compilers and fake tensors cannot trace
-kernels: they see ``torch.ops.megatron_snip.cast``, ``dequantize``, ``finite_amax`` and ``hadamard``.  An operator takes
-no objects, so a form becomes its text (``Form.text``) and the integers of its key.  SwiGLU's gradients are an operator
-for fake tensors only, in a dry run.
+Direct calls go straight to a kernel, or to the specification (cast.py).  Compilers and fake tensors cannot see
+inside kernels, so they get ``torch.ops.megatron_snip.cast``, ``dequantize``, ``finite_amax`` and ``hadamard``.  An
+operator takes no objects, so a form becomes its text (``Form.text``) and the integers of its key.  SwiGLU's gradients
+are an operator for fake tensors only, in a dry run.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ def run(
 ) -> list[Operand]:
     """``cast.reference`` of x [R, C] for forms that ``takes`` has accepted; one launch writes two forms.
 
-    x is rounded to ``dtype``, and multiplied into SwiGLU's product with ``up``, as it is read; with row-wise scales,
-    beforehand.
+    x is rounded to ``dtype``, and multiplied into SwiGLU's product with ``up``, as it is read, or beforehand with
+    row-wise scales.
     """
     if any(form.by_rows for form in forms):
         x, dtype, up = as_read(x, dtype, up), None, None

@@ -30,7 +30,7 @@ class EngineFirst(ByGemm):
     def __init__(self, formats: Collection[str], *backends: Backend, asked: bool = False) -> None:
         super().__init__(*backends)
         self._formats, self._engine, self._asked = {*formats, "bf16"}, TransformerEngine(), asked
-        #: Why Transformer Engine does not run a precision on a device at ``Sizes``, or None; every call asks.
+        #: Why Transformer Engine does not run a precision on a device at ``Sizes``, or None; cached for every call.
         self._unfit = cache(self._why)
 
     def backends(self, call: LinearCall, device: torch.device, *sizes: int) -> Backends:

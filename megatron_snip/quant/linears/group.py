@@ -68,7 +68,7 @@ class Group(NamedTuple):
     def cast_as(self, wanted: Sequence[Form | None], rows: int) -> Sequence[Form | None]:
         """The distinct forms that this rank casts its ``rows`` of the input to, for linears that read ``wanted``.
 
-        Before an all-gather there is one form: codes of two formats would be more bytes than the rows (None).
+        Before an all-gather there is one form, because codes of two formats would be more bytes than the rows (None).
         """
         forms = wanted if len(wanted) == 1 else list(dict.fromkeys(wanted))
         if not (self.gathers and forms):
@@ -92,7 +92,7 @@ class Group(NamedTuple):
 def forward(
     inputs: Sequence[Tensor], ws: Sequence[Tensor], group: Group, *, needs_wgrad: bool
 ) -> tuple[list[Tensor], list[Operand]]:
-    """x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each linear, and the input in each form of ``kept_as``."""
+    """Run fprop: x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each linear, and the input as ``kept_as`` says."""
     x, rows = inputs[0], len(inputs[0])
     wanted, kept_as = group.wanted("fprop", kept=False), group.kept_as(rows, needs_wgrad=needs_wgrad)
     now = group.cast_as(wanted, rows)

@@ -51,7 +51,7 @@ class Backend(ABC):
     takes_values = False  # whether it also takes values instead of codes; a cast makes both from one read
 
     def unfit_format(self, fmt: Format) -> str | None:
-        """Why it cannot run GEMMs of a quantised format on any device, or None if it can."""
+        """Why this backend cannot run GEMMs of a quantised format on any device, or None if it can."""
         return None
 
     def unfit_device(self, device: torch.device) -> str | None:
@@ -119,7 +119,7 @@ class LinearCall(NamedTuple):
         return None if first is None else self.wanted(first, role, kept=kept)
 
     def recast(self, gemm: str, role: str, made: Operand, dtype: torch.dtype) -> Operand:
-        """The operand of a GEMM from ``made``, which was cast for it: ``made``, or its values in ``dtype``, recast."""
+        """The operand that a GEMM reads, from ``made``: ``made`` itself, or a new cast of its values in ``dtype``."""
         if (gemm, role) not in self.precision.sources:
             return made
         return cast(values(made, dtype), [self.wanted(gemm, role)], self.reduce_amax.get(role))[0]

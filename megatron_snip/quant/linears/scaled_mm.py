@@ -1,4 +1,4 @@
-"""Backends for FP8 tensor cores: Hopper's with 1x128 and 128x128 scales, and those of any GPU with row-wise scales.
+"""Backends for FP8 tensor cores: 1x128 and 128x128 scales on Hopper, row-wise scales on any GPU that has them.
 
 Operands are the specification's codes and scales, bit for bit.  The hardware multiplies the codes and applies the
 scales every 128 elements, in float32.  Elements of fewer than 8 bits are written as E4M3, which holds their values

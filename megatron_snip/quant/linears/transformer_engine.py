@@ -7,7 +7,7 @@ with the specification by tolerance, not bit for bit.  A te.Linear runs all thre
 and from 2.19 on with a `CustomRecipe` for a format per GEMM (te_quantizers.py).
 Source: Transformer Engine 2.3 to 2.20, common/recipe and pytorch/module/linear.py.
 
-NOT YET RUN ON A GPU: tests run its Python files over a stand-in for its kernels.
+NOT YET RUN ON A GPU: tests run Transformer Engine's Python files over a stand-in for its kernels.
 """
 
 from __future__ import annotations
