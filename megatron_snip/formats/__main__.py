@@ -25,7 +25,7 @@ _NUMBERS = ("max", "min_normal", "min_subnormal")
 
 
 def _row(fmt: Format) -> tuple[str, ...]:
-    """One row of the table.  The input tile is for reduction dim 1.  A second element is that of gradients."""
+    """One row of the table.  The input tile is for reduction dim 1.  A second element is the gradients'."""
     recast = ", ".join(sorted(fmt.recast)) or "-"
     if fmt.element is None:
         return (fmt.name, "-", "16", *["-"] * (len(_HEADER) - 4), recast)
@@ -39,7 +39,7 @@ def _row(fmt: Format) -> tuple[str, ...]:
 
 
 def _transform(fmt: Format) -> str:
-    """Such as "16 wgrad": the length of the transform and the GEMMs whose operands it is for."""
+    """The transform's length and the GEMMs whose operands it transforms, such as "16 wgrad"."""
     return "-" if fmt.hadamard is None else f"{fmt.hadamard.length} {', '.join(sorted(fmt.hadamard.gemms))}"
 
 

@@ -153,7 +153,7 @@ E2M1 = Element(exponent_bits=2, mantissa_bits=1, specials="finite")
 def element_named(exponent_bits: int, mantissa_bits: int) -> Element:
     """The element that eXmY usually means.
 
-    E5M2, E4M3 or E2M1 as above.  Other layouts are "finite" below 8 bits, as in OCP MX, and "ieee" at 8 bits.
+    E5M2, E4M3 and E2M1 are those above.  Other layouts are "finite" below 8 bits, as in OCP MX, and "ieee" at 8 bits.
     Raises UserError for a layout that ``Element`` rejects.
     """
     for known in (E5M2, E4M3, E2M1):

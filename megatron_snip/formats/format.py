@@ -25,16 +25,16 @@ ROW = 2**30
 class _Scale(NamedTuple):
     """A kind of scale.
 
-    bits: of a stored scale.  saturates_below: blocks of elements whose largest value is smaller may have finite
-    values beyond it; 0 if no blocks may.
+    bits: the size of a stored scale.  saturates_below: if an element's largest value is smaller than this, blocks may
+    have finite values beyond it; 0 if no block can.
     """
 
     bits: int
     saturates_below: float
 
 
-#: Kinds of scale.  The CPU kernel knows a kind by its place (enum Scale in cpu_kernels.h), Triton's by its name.
-#: Powers of two leave E2M5 too little: 4 / 2**128 is the least that they encode by.
+#: Kinds of scale.  The CPU kernel knows a kind by its index (enum Scale in cpu_kernels.h), Triton's by its name.
+#: E2M5 can saturate under power-of-two scales: they encode by 4 / 2**128 at least.
 _SCALES = {
     "fp32": _Scale(32, 0.0),
     "fp32_pow2": _Scale(32, 4.0),
@@ -44,10 +44,10 @@ _SCALES = {
     "e4m3_4over6": _Scale(8, math.inf),
 }
 SCALES = tuple(_SCALES)
-#: Those that are E4M3, under a float32 scale of the whole tensor.
+#: Kinds with E4M3 block scales under one float32 scale for the whole tensor.
 E4M3_SCALES = ("e4m3", "e4m3_4over6")
 
-#: (role, reduction dim) -> the GEMM whose operand that is, and the role.
+#: (role, reduction dim) -> the GEMM that reads this operand, and the role.
 _OPERANDS = {
     ("input", 1): "fprop.input",
     ("weight", 1): "fprop.weight",
@@ -66,8 +66,8 @@ _FORMATS: dict[str, Format] = {}
 class Hadamard:
     """A random Hadamard transform of both operands of some GEMMs, along the reduction dim (quant/casts/hadamard.py).
 
-    signs: "+" and "-", one for each element of a group; their number is the group's length, 16, 32 or 128.
-    gemms: those whose operands are transformed.
+    signs: a "+" or "-" for each element of a group; their number is the group's length, 16, 32 or 128.
+    gemms: the GEMMs whose operands are transformed.
     Raises UserError for other signs, lengths and GEMMs.
     """
 
@@ -86,7 +86,7 @@ class Hadamard:
 
     @property
     def length(self) -> int:
-        """Elements of a group."""
+        """Elements per group."""
         return len(self.signs)
 
 
@@ -101,11 +101,11 @@ class Format:
     that divisor down to a power of two; "e8m0" is 2**(floor(log2 amax) - element emax); "e8m0_ceil" is amax / element
     max rounded up to a power of two; "e4m3" is an E4M3 scale per block under one float32 scale per tensor;
     "e4m3_4over6" is that or 1.5 times it, whichever rounds the block with the smaller squared error.
-    stochastic_roles: roles that round stochastically by default, or operands of one GEMM, such as "wgrad.input".
+    stochastic_roles: roles, or operands of one GEMM such as "wgrad.input", that round stochastically by default.
     hadamard: the transform of some GEMMs' operands before they are cast, or None.
     recast: roles whose operand along dim 0 is cast from the dequantised one along dim 1, not from the tensor itself.
-    gradient_element: the grid of grad_output, of as many bits as ``element``, or None if it is the same.
-    Raises UserError for an unknown role or kind of scale, sizes below 1, and another number of bits for gradients.
+    gradient_element: the grid of grad_output, with as many bits as ``element``, or None if it is the same.
+    Raises UserError for an unknown role or kind of scale, sizes below 1, and gradients with other bit counts.
     """
 
     name: str
@@ -141,12 +141,12 @@ class Format:
             )
 
     def of(self, role: str) -> Format:
-        """This format for the operands of a role alone: its ``element`` is theirs."""
+        """This format for one role: ``element`` is the grid of that role's operands."""
         return self if self.gradient_element is None else _of(self, role)
 
     @property
     def elements(self) -> tuple[Element, ...]:
-        """Its element, and that of gradients if it is another one; none for bf16."""
+        """Its element, and the gradients' if it differs; empty for bf16."""
         found = (self.element, self.gradient_element)
         return tuple(dict.fromkeys(element for element in found if element is not None))
 
@@ -167,7 +167,7 @@ class Format:
 
     @property
     def element_bits(self) -> int:
-        """Bits of one element without its scale (16, 8 or 4); decides the speed of a GEMM."""
+        """Bits of one element without its scale (16, 8 or 4); this decides a GEMM's speed."""
         return 16 if self.element is None else self.element.bits
 
     @property
@@ -178,16 +178,16 @@ class Format:
         return self.element.bits + (0 if self.tile == ROW else _SCALES[self.scale].bits / self.tile)
 
     def stochastic(self, role: str, dim: int) -> bool:
-        """Whether the operand of a role that is reduced along ``dim`` rounds stochastically by default."""
+        """Whether a role's operand that is reduced along ``dim`` rounds stochastically by default."""
         return role in self.stochastic_roles or _OPERANDS[role, dim] in self.stochastic_roles
 
     def transforms(self, role: str, dim: int) -> bool:
-        """Whether the operand of a role that is reduced along ``dim`` is transformed before it is cast."""
+        """Whether a role's operand that is reduced along ``dim`` is transformed before it is cast."""
         return self.hadamard is not None and _OPERANDS[role, dim].partition(".")[0] in self.hadamard.gemms
 
     @property
     def shares_weight(self) -> bool:
-        """Whether fprop and dgrad read the same cast of a weight: square blocks, to nearest and not transformed."""
+        """Whether fprop and dgrad share one cast of a weight: square blocks, rounded to nearest, not transformed."""
         differ = any(self.stochastic("weight", dim) or self.transforms("weight", dim) for dim in (0, 1))
         return self.block_shape("weight", 0) == self.block_shape("weight", 1) and not differ
 
@@ -225,9 +225,9 @@ def format_names() -> list[str]:
 
 
 def get_format(name: str) -> Format:
-    """The format of that name: a registered one, or any eXmY with the default tiles.
+    """The format with that name: a registered one, or any eXmY with the default tiles.
 
-    Raises UserError, with the known names, for an unknown one.
+    Raises UserError, which lists the known names, for an unknown name.
     """
     fmt = _FORMATS.get(name)
     return fmt if fmt is not None else _exmy(name)

@@ -1,9 +1,9 @@
-"""Output layer and cross entropy with the vocabulary split over tp, some tokens at a time.
+"""Output layer and cross entropy with the vocabulary sharded over tp, in chunks of tokens.
 
 loss_t = log sum_v exp(z_tv) - z_t,label;  its gradient is softmax(z_t) - onehot(label).
 
-The logits of a chunk become their own gradient in place, and forward multiplies it at once by the weight and by the
-hidden states.  So no logits wait for backward, and only one chunk of them exists.
+The logits of a chunk become their own gradient in place, and forward immediately multiplies it by the weight and by
+the hidden states.  So no logits are kept for backward, and only one chunk of them exists at a time.
 Sources: Megatron-LM, arXiv 1909.08053 (vocabulary parallelism); Liger Kernel, arXiv 2410.10989 (gradients in forward).
 Shapes: T tokens, H hidden, V padded vocabulary.
 """
@@ -22,13 +22,13 @@ from megatron_snip.mesh import Axis
 from megatron_snip.quant.kernels import triton_cast
 from megatron_snip.quant.linears.matmul import add_product, product
 
-#: Logits of a chunk, 384 MiB in bf16.  The weight's gradient is read and written once a chunk, so fewer would be slow.
+#: Logits per chunk, 384 MiB in bf16.  The weight's gradient is read and written once per chunk, so fewer would be slow.
 _LOGITS = 3 << 26
 _ROWS = 128  # a chunk is a multiple of this, for the GEMMs
-#: Logits whose softmax is computed at once in float32: these fit a CPU's cache; on a GPU without Triton, 128 MiB.
+#: Logits whose softmax is computed at once in float32: on a CPU, they fit its cache; on a GPU without Triton, 128 MiB.
 _SOFTMAX = {"cpu": 1 << 20}
 _LARGE_SOFTMAX = 1 << 25
-_BLOCK, _WARPS = 4096, 8  # columns that a program of the kernels has at once
+_BLOCK, _WARPS = 4096, 8  # columns that a kernel's program has at once
 
 #: Losses [T] of a microbatch -> this rank's share [] of the loss; linear.
 Share = Callable[[Tensor], Tensor]
@@ -51,7 +51,7 @@ class _OutputLoss(torch.autograd.Function):
             )
             if grad_x is not None:
                 grad_x[rows] = product("dgrad", logits, w, x.dtype)
-                # several chunks are added in float32; the gradient of one is rounded as that of any linear
+                # several chunks accumulate in float32; the gradient of one is rounded like that of any linear
                 grad_w = add_product(grad_w, logits, x[rows]) if size < len(x) else product("wgrad", logits, x, x.dtype)
             del logits  # before the next chunk's
         if training:
@@ -69,7 +69,7 @@ class _OutputLoss(torch.autograd.Function):
 def output_loss(x: Tensor, weight: Tensor, labels: Tensor, share: Share, axis: Axis) -> tuple[Tensor, Tensor]:
     """Hidden states x [T, H], weight [V/tp, H] of x.dtype or float32, labels [T] -> share [] and losses [T] in nats.
 
-    Only the share is differentiable, once: x and weight get its gradient.  All tp ranks must call it.
+    Only the share is differentiable, and only once: x and weight get its gradient.  All tp ranks must call it.
     """
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     loss, losses = _OutputLoss.apply(x, weight, labels, share, axis, training)
@@ -95,7 +95,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, sca
 
 @torch.no_grad()
 def _of_rows(logits: Tensor, labels: Tensor, axis: Axis, space: Tensor, scale: Tensor | None) -> Tensor:
-    """``vocab_parallel_cross_entropy`` of some rows; space: float32, of their shape or more rows."""
+    """``vocab_parallel_cross_entropy`` of some rows.  space: float32 scratch of their shape, or with more rows."""
     columns = logits.shape[-1]
     top = logits.amax(dim=-1).float()
     if axis.size > 1:
@@ -165,6 +165,6 @@ def _gradient_of(share: Share, losses: Tensor) -> Tensor:
 
 
 def _chunk(tokens: int, columns: int) -> int:
-    """Tokens of a chunk: all if their logits are few, else an equal part of them."""
+    """Tokens per chunk: all if their logits are few, else an equal part of them."""
     count = -(-tokens * columns // _LOGITS)
     return tokens if count == 1 else -(-tokens // (count * _ROWS)) * _ROWS

@@ -15,13 +15,14 @@ import triton.language as tl
 def softmax_kernel(
     logits, stride, labels, first_column, top, total, at_label, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of a row of logits [rows, COLUMNS], last stride 1: its largest, the sum of exp(z - largest), and the label's z.
+    """Find the largest z, the sum of exp(z - largest) and the label's z in a row of logits [rows, COLUMNS].
 
-    labels: int64 [rows], global; first_column: of these columns.  at_label is 0 if another rank has the label.
+    logits: last stride 1.  labels: int64 [rows], global.  first_column: column 0's id.  at_label is 0 if another rank
+    has the label.
     """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
-    # Each lane keeps a maximum and a sum of its own.  The lowest number, since inf - inf would be NaN.
+    # Each lane keeps its own maximum and sum.  Maxima start at the lowest number, since inf - inf would be NaN.
     largest = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, COLUMNS, BLOCK):

@@ -7,9 +7,9 @@
                      p, e = two_prod(x, c), s, f = two_sum(p, a), then two_sum(s, f + (e + (x c' + y c)))
 
 A float32 operation on BF16 numbers, rounded to BF16, gives the bits of a BF16 operation, since 24 >= 2 * 8 + 2.
-Everything here is float32 tensors [...] whose values are BF16 numbers.  Sums are exact unless they overflow, products
-unless they are below 2^-133, where float32 has no bits left.
-Fast2Sum saves three operations and is exact only for |a| >= |b|, which an update of a weight near 0 does not keep.
+All tensors here are float32 [...] with BF16 values.  Sums are exact unless they overflow, products unless they are
+below 2^-133, where float32 has no bits left.
+Fast2Sum would save three operations but is exact only for |a| >= |b|, which an update of a weight near 0 can violate.
 Source: Knuth, The Art of Computer Programming 2, 4.2.2; Collage, arXiv 2405.03637.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: End of the name of a tensor's low part in checkpoints.
+#: Suffix of a low part's name in checkpoints.
 LOW = ".low"
 
 
@@ -67,12 +67,12 @@ def _bf16(value: float) -> float:
 
 
 def split(value: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 or float64 value [...] as an expansion of two BF16 tensors, at most 2^-16 of it away.
+    """Split a float32 or float64 value [...] into an expansion of two BF16 tensors, at most 2^-16 of it away.
 
-    high is the value rounded to BF16 and also high + low rounded, so an update of 0 leaves both.
+    high is the value rounded to BF16, and also high + low rounded, so an update of 0 changes neither.
     """
     high = value.to(torch.bfloat16)
     low = (value - high.to(value.dtype)).to(torch.bfloat16)
-    # a remainder just below half an ulp has become half an ulp, and the sum would be rounded to the other neighbour
+    # if a remainder just below half an ulp has become half an ulp, the sum would round to the other neighbour
     other = (high.float() + low.float()).to(torch.bfloat16) != high
     return high, (low.view(torch.int16) - other.to(torch.int16)).view(torch.bfloat16)

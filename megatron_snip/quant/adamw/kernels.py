@@ -1,6 +1,6 @@
-"""A step of AdamW on BF16 weights by the kernel of the device: C++ on CPUs, Triton on GPUs, else the specification.
+"""Runs a step of AdamW on BF16 weights with the device's kernel: C++ on CPUs, Triton on GPUs, else the specification.
 
-All give the same bits.  Fake tensors see the operator ``megatron_snip::adamw`` in place of a kernel.
+All give the same bits.  Fake tensors see the operator ``megatron_snip::adamw`` instead of a kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CALL = struct.Struct("@6P2q2Q3I3i11f")
 
 
 def adamw(stored: Stored, grad: Tensor, scalars: Scalars) -> None:
-    """`step.reference`: update `stored` in place with the gradient [...] BF16 of its shape."""
+    """`step.reference`: update `stored` in place with the BF16 gradient [...] of its shape."""
     weight = stored.weight
     assert grad.shape == weight.shape and grad.dtype == weight.dtype == torch.bfloat16
     if not weight.numel():
@@ -39,7 +39,7 @@ def adamw(stored: Stored, grad: Tensor, scalars: Scalars) -> None:
 
 
 def run_on_cpu(stored: Stored, grad: Tensor, scalars: Scalars, isa: int = cpu.BEST_ISA) -> None:
-    """As `adamw`, by the C++ kernel; the tensors [...] are contiguous and not empty.  isa: as ``cpu.run`` takes it."""
+    """`adamw` with the C++ kernel; the tensors [...] are contiguous and not empty.  isa: as in ``cpu.run``."""
     weight, key = stored.weight, stored.key
     rows, cols = (1, weight.numel()) if key is None else weight.shape
     row0, col0, words, iteration = (0, 0, (0, 0), 0) if key is None else (key.row0, key.col0, key.words, key.iteration)

@@ -8,8 +8,8 @@
     w   = bf16(w + u), bf16(w + u) rounded stochastically, or w + u as expansions (`grow`)
 
 Decay is part of the update u, since alone it would be below half an ulp of w and lost.  u reads the high parts of w
-and v.  `Scalars` holds what the formulas make of lr, b1, b2 and so on, in float32.  Kernels give the same bits.
-Source: AdamW, arXiv 1711.05101; Collage, arXiv 2405.03637, whose plus is both low parts, and light that of w alone.
+and v.  `Scalars` holds the float32 numbers made from lr, b1, b2 and so on.  Kernels give the same bits.
+Source: AdamW, arXiv 1711.05101; Collage, arXiv 2405.03637, whose "plus" has both low parts and "light" only that of w.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Scalars(NamedTuple):
     def of(
         cls, step: int, lr: float, weight_decay: float, betas: tuple[float, float], eps: float, clip: float = 1.0
     ) -> Scalars:
-        """The numbers of update number ``step``, counted from 1, computed in double precision.
+        """The numbers for update ``step``, counted from 1, computed in double precision.
 
-        clip: what gradients are multiplied with first.
+        clip: what gradients are multiplied by first.
         """
         (beta1, beta2), high_and_low = betas, constant(betas[1])
         rate, correction = -lr / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
@@ -60,7 +60,7 @@ class Stored:
     """The BF16 tensors [...] of one parameter that a step reads and updates, all contiguous and of one shape.
 
     weight_low, v_low: the low parts of weight and v, or None if these are plain BF16 numbers.
-    key: the random bits that round the weight, of a matrix [R, C], or None to round to nearest.
+    key: the random bits that round the weight, a matrix [R, C]; None rounds to nearest.
     """
 
     weight: Tensor
@@ -72,7 +72,7 @@ class Stored:
 
 
 def reference(stored: Stored, grad: Tensor, s: Scalars) -> None:
-    """Update `stored` in place with the gradient [...] BF16."""
+    """Update `stored` in place with the BF16 gradient [...]."""
     w, g = stored.weight.float(), grad.float() * s.clip
     m = rounded(stored.m.float() * s.beta1 + g * s.rest1)
     square = (g * g) * s.rest2
@@ -95,7 +95,7 @@ def reference(stored: Stored, grad: Tensor, s: Scalars) -> None:
 
 
 def update(w: Tensor, m: Tensor, v: Tensor, s: Scalars, *, rounds: bool = True) -> Tensor:
-    """The update u [...] that a step wants to add to the weight w, from m and v after it; float32.
+    """The float32 update u [...] that a step adds to the weight w, from the new m and v.
 
     rounds: to BF16, as all steps on BF16 weights do.
     """
@@ -105,7 +105,7 @@ def update(w: Tensor, m: Tensor, v: Tensor, s: Scalars, *, rounds: bool = True) 
 
 
 def stochastic(x: Tensor, key: RoundingKey) -> Tensor:
-    """float32 x [R, C] rounded to BF16 up or down at random, such that the mean is x; BF16 numbers never move.
+    """Round float32 x [R, C] to BF16 up or down at random, so that the mean is x; BF16 numbers never move.
 
     A 16-bit draw is added below the last bit that BF16 keeps, and carries into it or does not.
     """

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""A step of AdamW on BF16 weights as a Triton kernel: the operations of step.py in their order, with its bits.
+"""A step of AdamW on BF16 weights as a Triton kernel: step.py's operations in the same order, with the same bits.
 
-``two_sum`` rounds only the sum, as cpu_adamw.h explains.  Launched without fused multiply-adds.
+``two_sum`` rounds only the sum, as cpu_adamw.h explains.  The kernel is launched without fused multiply-adds.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def decayed(high, low, c, c_low, a):
 
 @triton.jit
 def draws_of(start, cols, row0, col0, iteration, k0, k1, SIZE: tl.constexpr):
-    """The 16-bit draws of rounding.py for SIZE elements of a matrix of ``cols`` from ``start`` on: int32 [SIZE]."""
-    inside = (start % cols).to(tl.int32) + tl.arange(0, SIZE)  # of 32 bits, for the sake of the division
+    """The 16-bit draws of rounding.py for SIZE elements, from ``start`` on, of a matrix of ``cols``: int32 [SIZE]."""
+    inside = (start % cols).to(tl.int32) + tl.arange(0, SIZE)  # 32-bit, to keep the division cheap
     row = ((start // cols) + row0 + inside // cols).to(tl.uint64)
     col = (inside % cols).to(tl.int64) + col0
     now = tl.zeros_like(row) + iteration
@@ -59,7 +59,7 @@ def adamw_kernel(
     clip, beta1, rest1, beta2, rest2, beta2_high, beta2_low, rate, correction, eps, decay,
     STOCHASTIC: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One program's part of a parameter of ``size`` elements; weight_low and v_low may be None."""
+    """Update one program's part of a parameter of ``size`` elements; weight_low and v_low may be None."""
     start = tl.program_id(0).to(tl.int64) * SIZE
     at = start + tl.arange(0, SIZE)
     there = at < size

@@ -1,7 +1,7 @@
-"""Launches of triton_kernel.py.
+"""Launches the kernel of triton_kernel.py.
 
 What has been run: the kernel compiles for Hopper and Blackwell without fused, flushed or approximate arithmetic, and
-gives the specification's bits on an H200 (tests/gpu/test_adamw.py) and in Triton's interpreter, on CPUs.
+gives the specification's bits on an H200 (tests/gpu/test_adamw.py) and in Triton's CPU interpreter.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _SIZE, _WARPS = 1024, 4
 
 
 def run(stored: Stored, grad: Tensor, scalars: Scalars) -> None:
-    """As `step.reference`, of contiguous tensors [...] that are not empty."""
+    """`step.reference` of contiguous tensors [...] that are not empty."""
     weight, key = stored.weight, stored.key
     cols, random = 1, [0] * 5
     if key is not None:
         cols = weight.shape[1]
-        words = [(word + 2**31) % 2**32 - 2**31 for word in key.words]  # of 32 bits for every key: one kernel
+        words = [(word + 2**31) % 2**32 - 2**31 for word in key.words]  # 32 bits for every key: one kernel
         random = [key.row0, key.col0, key.iteration, *words]
     with torch.cuda.device_of(weight):
         adamw_kernel[(-(-weight.numel() // _SIZE),)](

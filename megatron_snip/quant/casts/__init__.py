@@ -1,1 +1,1 @@
-"""Casts to low-precision formats in plain torch, which are the specification, and how they round."""
+"""Specifies casts to low-precision formats in plain torch, including how they round."""

@@ -1,9 +1,9 @@
-"""What a cast is: forms, operands, and ``reference``, the specification of every cast in plain torch.
+"""Defines casts: their forms, their operands, and ``reference``, the specification of every cast in plain torch.
 
-For each block: amax is the largest finite magnitude, and the format's rule makes encode and scale of it (scales.py).
-Then q = grid(x * encode), clamped to the element's largest value before rounding (grid.py), and x ~= scale * q.  NaN
-stays in its element, infinities saturate, and the sign of zero is kept.  Kernels give the same bits.  Source:
-docs/numerics.md.
+For each block, amax is the largest finite magnitude, and the format's rule turns it into encode and scale (scales.py).
+Then q = grid(x * encode), clamped to the element's largest value before rounding (grid.py), and x ~= scale * q.  A NaN
+affects only its own element, infinities saturate, and the sign of zero is kept.  Kernels give the same bits.
+Source: docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from megatron_snip.quant.casts.swizzled import TILE_BYTES, TILE_ROWS, pack, scal
 
 Rounding = Literal["nearest", "stochastic"]
 
-#: How a cast operand is held.  "values": dequantised, in x's dtype.  "codes": one byte per element, as the element
-#: stores it, with NaN as 0xff.  "operand": what Hopper's FP8 tensor cores read.  One byte per element, a code of the
-#: element's carrier; codes are contiguous along the reduction dim.  Scales of tiles are contiguous along the other dim,
-#: those of square blocks along the reduction dim, padded there with zeros to a multiple of 4.  "swizzled": what
-#: Blackwell's read.  Codes of the carrier, or under E4M3 scales of E2M1, two to a byte; contiguous along the reduction
-#: dim.  Scales are bytes in tiles (swizzled.py), whose rows lie as those of the codes.
+#: How a cast operand is stored.
+#: "values": dequantised, in x's dtype.
+#: "codes": one byte per element, the element's own code, with NaN as 0xff.
+#: "operand": what Hopper's FP8 tensor cores read.  Each byte is a code of the element's carrier, and codes are
+#: contiguous along the reduction dim.  Tile scales are contiguous along the other dim.  Square-block scales are
+#: contiguous along the reduction dim and zero-padded there to a multiple of 4.
+#: "swizzled": what Blackwell's tensor cores read.  Codes are the carrier's, or with E4M3 scales E2M1's, two to a byte.
+#: They are contiguous along the reduction dim.  Scales are bytes in tiles (swizzled.py), laid out along the same dim.
 Output = Literal["values", "codes", "operand", "swizzled"]
 
 #: The outputs that tensor cores read.
@@ -40,11 +42,11 @@ OPERANDS: tuple[Output, ...] = ("operand", "swizzled")
 
 @dataclass(frozen=True)
 class Form:
-    """How an operand [R, C] is quantised and held for one GEMM.  One call of ``cast`` may make several forms.
+    """How an operand [R, C] is quantised and stored for one GEMM.  One call of ``cast`` may make several forms.
 
-    fmt: becomes that of the role alone (``Format.of``).  role: "input", "weight" or "grad_output", which decides the
-    block.  dim: the GEMM's reduction dim, along which tiles run.  key: the random bits of stochastic rounding; None
-    rounds to nearest.
+    fmt: narrowed to the role (``Format.of``).  role: "input", "weight" or "grad_output"; it decides the block.
+    dim: the GEMM's reduction dim, along which tiles run.  key: the random bits of stochastic rounding; None rounds to
+    nearest.
     """
 
     fmt: Format
@@ -55,16 +57,16 @@ class Form:
 
     #: Rows and columns that share a scale.
     block: tuple[int, int] = field(init=False, repr=False, compare=False)
-    #: Rows and columns that a kernel casts under one scale: a block, or a part of a whole row, whose scale it is given.
+    #: Rows and columns that a kernel casts with one scale: a block, or a part of a row whose scale is an input.
     part: tuple[int, int] = field(init=False, repr=False, compare=False)
-    #: Whether scales are of whole rows, and kernels are given them (``scales_of_rows``).
+    #: Whether a scale covers a whole row; kernels then take scales as an input (``scales_of_rows``).
     by_rows: bool = field(init=False, repr=False, compare=False)
-    #: Whether ``hadamard(x, fmt.hadamard, dim)`` is cast in place of x.
+    #: Whether ``hadamard(x, fmt.hadamard, dim)`` is cast instead of x.
     transformed: bool = field(init=False, repr=False, compare=False)
     #: Whether a cast needs the amax of the whole tensor.
     scaled: bool = field(init=False, repr=False, compare=False)
-    #: All that a kernel needs to know except the key, such as "4 3 fn fp32 1x128 1 codes"; ``form_of`` reads it.
-    #: Kernels look up what they are built for by it, and custom operators, which take no objects, are given it.
+    #: Everything a kernel needs to know except the key, such as "4 3 fn fp32 1x128 1 codes"; ``form_of`` parses it.
+    #: Kernels look up their compile-time constants by it.  Custom operators take it because they cannot take objects.
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -77,28 +79,28 @@ class Form:
         object.__setattr__(self, "scaled", self.fmt.needs_tensor_amax)
         object.__setattr__(self, "text", _text(self.fmt, block, self.dim, self.output))
 
-    def __hash__(self) -> int:  # quick, because kept casts are looked up by their forms
+    def __hash__(self) -> int:  # fast, because cached casts are looked up by form
         return hash((self.fmt.name, self.role, self.dim, self.key, self.output))
 
     def with_key(self, key: RoundingKey) -> Form:
-        """This form with a key.  What follows from the other fields, which is most of the work, is not made again."""
+        """This form with a key.  It reuses the derived fields, which are most of the work."""
         made = object.__new__(Form)
         made.__dict__.update(self.__dict__, key=key)
         return made
 
     def held(self, output: Output) -> Form:
-        """This form, held in another way."""
+        """This form with another output."""
         return Form(self.fmt, self.role, self.dim, self.key, output)
 
     @property
     def element(self) -> Element:
-        """The element onto whose grid values are rounded; bf16 has none and is never cast."""
+        """The element whose grid values are rounded to; bf16 has none and is never cast."""
         assert self.fmt.element is not None, "bf16 is not cast"
         return self.fmt.element
 
     @property
     def stored(self) -> Element:
-        """The element in which codes are written: for tensor cores the carrier, except where two codes share a byte."""
+        """The element that codes are written in: the carrier for tensor cores, unless two codes share a byte."""
         if self.output not in OPERANDS or self.packed:
             return self.element
         assert self.element.carrier is not None, f"{self.element.name} has no carrier"
@@ -106,23 +108,23 @@ class Form:
 
     @property
     def packed(self) -> bool:
-        """Whether two codes share a byte, and swizzled scales are E4M3 and not E8M0."""
+        """Whether two codes share a byte and swizzled scales are E4M3, not E8M0."""
         return self.output == "swizzled" and self.fmt.scale in E4M3_SCALES
 
     @property
     def each(self) -> int:
-        """Elements along the reduction dim that share a swizzled scale; a block is a multiple of them."""
+        """Elements along the reduction dim that share a swizzled scale; a block is a multiple of this."""
         return 16 if self.packed else 32
 
 
 def part_of(block: tuple[int, int]) -> tuple[int, int]:
-    """``Form.part`` of this block."""
+    """``Form.part`` for this block."""
     return (1, 128) if block[1] == ROW else (16, 1) if block[0] == ROW else block
 
 
 @lru_cache(maxsize=1024)
 def form_of(text: str) -> Form:
-    """A form with this ``text``, without a key.  Its format is in no registry, and it is not transformed."""
+    """The form with this ``text``, without a key.  Its format is not registered, and it is not transformed."""
     exponent, mantissa, specials, scale, block, dim, output = text.split()
     rows, cols = map(int, block.split("x"))
     square = rows == cols
@@ -139,12 +141,12 @@ def _text(fmt: Format, block: tuple[int, int], dim: int, output: Output) -> str:
 
 
 class Operand(NamedTuple):
-    """An operand [R, C] of a GEMM, cast into one form.
+    """An operand [R, C] of a GEMM, cast to one form.
 
-    data: [R, C], values, codes or bytes as the form's output says; the tensor itself where form is None.
-    scales: of codes and bytes, float32 [row blocks, column blocks], or bytes in tiles.  tensor_scale: float32 scalar
+    data: [R, C] values, codes or bytes, according to the form's output; if form is None, the tensor itself.
+    scales: for codes and bytes, float32 [row blocks, column blocks] or bytes in tiles.  tensor_scale: float32 scalar
     that multiplies all scales, for formats with ``needs_tensor_amax``.  saturated: int64 scalar, the number of elements
-    that are infinite or beyond ``Element.saturation``, where they are counted.
+    that are infinite or beyond ``Element.saturation``, if they were counted.
     """
 
     form: Form | None
@@ -157,9 +159,9 @@ class Operand(NamedTuple):
 class Quantized(NamedTuple):
     """A quantised operand [R, C].
 
-    codes: uint8 [R, C], the element's sign, exponent and mantissa bits, NaN as 0xff; for an unquantised format the
+    codes: uint8 [R, C], the element's sign, exponent and mantissa bits, NaN as 0xff; for an unquantised format, the
     operand itself.  scales: float32 [row blocks, column blocks].
-    block: rows and columns that share a scale, ROW for all; the last block of a side may be shorter.
+    block: rows and columns that share a scale, ROW for all of them; the last block of a side may be shorter.
     tensor_scale: float32 scalar that multiplies all scales, for formats with ``needs_tensor_amax``.
     saturated: int64 scalar, the number of elements that were beyond the largest value and did not round to it.
     """
@@ -173,7 +175,7 @@ class Quantized(NamedTuple):
 
     @property
     def text(self) -> str:
-        """``Form.text`` of the codes.  Square blocks do not tell their dim, and decoding does not need it."""
+        """``Form.text`` of the codes.  Square blocks do not imply a dim, and decoding does not need one."""
         return _text(self.fmt, self.block, int(self.block[0] == 1), "codes")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -190,8 +192,8 @@ def resolve(
 ) -> Form:
     """Check the arguments of a cast of x [R, C], and return the form they describe.
 
-    rounding None takes the format's rule for the role.  Raises UserError for an unknown format, role, dim
-    or rounding, a tensor that is not 2-D or not bfloat16 or float32, and stochastic rounding without a key.
+    rounding: None uses the format's rule for the role.  Raises UserError for an unknown format, role, dim or rounding,
+    a tensor that is not 2-D or not bfloat16 or float32, and stochastic rounding without a key.
     """
     if not isinstance(fmt, Format):
         fmt = get_format(fmt)
@@ -221,7 +223,7 @@ def swiglu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def as_read(x: Tensor, dtype: torch.dtype | None, up: Tensor | None) -> Tensor:
-    """What is cast of x [R, C]: SwiGLU's product of it and ``up``, where that is given, rounded to ``dtype``."""
+    """What a cast of x [R, C] reads: x, or SwiGLU's product of x and ``up`` if given, rounded to ``dtype``."""
     x = x if up is None else swiglu_product(x, up)
     return x if dtype is None else x.to(dtype)
 
@@ -235,21 +237,21 @@ def reference(
     count: bool = True,
     up: Tensor | None = None,
 ) -> list[Operand]:
-    """``as_read(x, dtype, up)`` [R, C] in each of the forms; for transformed forms x is ``hadamard``'s output.
+    """Cast ``as_read(x, dtype, up)`` [R, C] to each form; for transformed forms, x is ``hadamard``'s output.
 
-    amax: the largest finite magnitude of the whole tensor, where a form needs it.  count: whether to count what
-    saturates.
+    amax: the largest finite magnitude of the whole tensor, if a form needs it.  count: whether to count saturated
+    elements.
     """
     x = as_read(x, dtype, up)
     return [_quantise(x, form, amax, count) for form in forms]
 
 
-#: Sizes of codes and of scales, each with the dim along which they lie in memory.
+#: Shape of the codes, the dim they are contiguous along, and the same for the scales.
 Layout = tuple[Sequence[int], int, Sequence[int], int]
 
 
 def layout(shape: Sequence[int], form: Form) -> Layout:
-    """How codes and scales of an x [R, C] of this shape lie, for every output except values."""
+    """The layout of codes and scales for an x [R, C] of this shape, for every output except values."""
     (rows, cols), (block_rows, block_cols), dim = shape, form.block, form.dim
     blocks = [-(-rows // block_rows), -(-cols // block_cols)]
     if form.output == "codes":
@@ -270,7 +272,7 @@ def layout(shape: Sequence[int], form: Form) -> Layout:
 
 
 def allocate(x: Tensor, form: Form, *, dtype: torch.dtype | None = None, count: bool = True) -> Operand:
-    """Memory for a cast of x [R, C], laid out as the form's output says; values are of x's dtype or ``dtype``."""
+    """Allocate a cast of x [R, C] in the layout of the form's output; values have ``dtype``, by default x's."""
     if form.output == "values":
         return Operand(form, torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format))
     codes, codes_along, scales, scales_along = layout(x.shape, form)
@@ -284,7 +286,7 @@ def allocate(x: Tensor, form: Form, *, dtype: torch.dtype | None = None, count: 
 
 
 def _contiguous_along(dim: int, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory [R, C] on the device of x [...], contiguous along a dim."""
+    """Allocate [R, C] on the device of x [...], contiguous along ``dim``."""
     rows, cols = shape
     strides = (cols, 1) if dim == 1 else (1, rows)
     return torch.empty_strided((rows, cols), strides, dtype=dtype, device=x.device)  # half of new_empty's host time
@@ -326,9 +328,9 @@ def _quantise(x: Tensor, form: Form, tensor_amax: Tensor | None, count: bool) ->
 
 
 def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Operand) -> None:
-    """Write codes [R, C] and scales [row blocks, column blocks] into memory for swizzled ones.
+    """Write codes [R, C] and scales [row blocks, column blocks] into swizzled memory.
 
-    E2M1 has no NaN, so the scale of a block that holds one becomes NaN, which reaches the same rows of the product.
+    E2M1 has no NaN, so a block that contains one gets a NaN scale, which reaches the same rows of the product.
     """
     block, data, tiles = form.block, made.data, made.scales
     assert tiles is not None
@@ -342,17 +344,17 @@ def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Operand) -> None:
 
 
 def scales_of_rows(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Encode and scale of each row of x [R, C], or each column if the form is along dim 0: float32 [R, 1] or [1, C]."""
+    """Encode and scale of each row of x [R, C], or of each column for a form along dim 0: float32 [R, 1] or [1, C]."""
     return block_scales(_finite(x, form.block).amax(dim=(1, 3)).float(), form.fmt)
 
 
 def _finite(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Magnitudes of x [R, C] as ``_in_blocks`` has them, 0 where an element is not finite."""
+    """Magnitudes of x [R, C] in the shape of ``_in_blocks``, 0 where an element is not finite."""
     return _in_blocks(torch.where(x.isfinite(), x.abs(), 0.0), block)
 
 
 def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """x [R, C] as [row blocks, rows of a block, column blocks, columns of a block], with zeros beyond its edges."""
+    """x [R, C] as [row blocks, rows per block, column blocks, columns per block], zero-padded at the edges."""
     block = _within(block, x.shape)
     rows, cols = (-(-n // b) for n, b in zip(x.shape, block, strict=True))
     pad = (0, cols * block[1] - x.shape[1], 0, rows * block[0] - x.shape[0])
@@ -360,13 +362,13 @@ def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _expand(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """One value per block to one per element: [R, C]."""
+    """Expand one value per block to one per element: [R, C]."""
     block = _within(block, shape)
     rows = scales.repeat_interleave(block[0], dim=0)[: shape[0]]
     return rows.repeat_interleave(block[1], dim=1)[:, : shape[1]]
 
 
 def _within(block: tuple[int, int], shape: Sequence[int]) -> tuple[int, int]:
-    """The sides of a block in a tensor of this shape, of which a whole row or column may be one."""
+    """The sides of a block in a tensor of this shape; ROW becomes the tensor's own size."""
     rows, cols = (max(size, 1) if side == ROW else side for side, size in zip(block, shape, strict=True))
     return rows, cols

@@ -1,4 +1,4 @@
-"""The specification of an element's grid: rounding onto it, and its codes.
+"""Specifies an element's grid: rounding to it, and its codes.
 
 Magnitudes are float32 [...], already clamped to the element's largest value; NaN stays NaN.
 Sources: OCP OFP8 rev. 1.0 and MX v1.0 for the grids; docs/numerics.md for stochastic rounding.
@@ -27,7 +27,7 @@ def _binade(size: Tensor, element: Element) -> Tensor:
 
 
 def round_nearest(size: Tensor, element: Element) -> Tensor:
-    """|x| to the nearest grid value, ties to the even code: float32 [...] -> float32 [...].
+    """Round |x| to the nearest grid value, ties to the even code: float32 [...] -> float32 [...].
 
     The last bit of c is worth one grid step, so adding c lets float32 do the rounding.
     """
@@ -36,9 +36,9 @@ def round_nearest(size: Tensor, element: Element) -> Tensor:
 
 
 def round_stochastic(size: Tensor, element: Element, draws: Tensor) -> Tensor:
-    """|x| up to the next grid value if (draw + 1/2) * 2**-16 < its distance from the one below in steps; else down.
+    """Round |x| up one grid step if (draw + 1/2) * 2**-16 < its distance in steps from the value below, else down.
 
-    size float32 [...], draws integers [...] of 16 bits -> float32 [...].
+    size: float32 [...], draws: 16-bit integers [...] -> float32 [...].
     """
     exponent = _binade(size, element) - element.mantissa_bits
     step, steps = power_of_two(exponent), size * power_of_two(-exponent)
@@ -48,7 +48,7 @@ def round_stochastic(size: Tensor, element: Element, draws: Tensor) -> Tensor:
 
 
 def encode(q: Tensor, element: Element) -> Tensor:
-    """Codes of grid values: float32 [...] -> uint8 [...], NaN to 0xff."""
+    """Encode grid values: float32 [...] -> uint8 [...], NaN as 0xff."""
     size = q.abs()
     exponent = _binade(size, element)
     steps = torch.nan_to_num(size * power_of_two(element.mantissa_bits - exponent)).int()
@@ -58,7 +58,7 @@ def encode(q: Tensor, element: Element) -> Tensor:
 
 
 def decode(codes: Tensor, element: Element) -> Tensor:
-    """Grid values of codes, by table: uint8 [...] -> float32 [...]."""
+    """Decode codes with a table of grid values: uint8 [...] -> float32 [...]."""
     magnitudes = element.values()
     table = torch.full((256,), float("nan"))
     for sign, first in ((1.0, 0), (-1.0, element.sign_code)):

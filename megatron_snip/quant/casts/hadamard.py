@@ -1,8 +1,8 @@
 """The random Hadamard transform, which spreads outliers over their neighbours before operands are cast.
 
 A group of L elements along the reduction dim is multiplied by H diag(s) / sqrt(L), where H is the LxL Sylvester matrix
-and s are the signs of the format's ``Hadamard``.  The matrix is orthogonal and a GEMM sums both operands over that dim,
-so the product stays the same up to rounding.  wgrad sums over tokens, fprop and dgrad over channels.
+and s holds the signs of the format's ``Hadamard``.  The matrix is orthogonal and a GEMM reduces both operands over that
+dim, so the product stays the same up to rounding.  wgrad reduces over tokens, fprop and dgrad over channels.
 Sources: "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), sec. 4.2, for wgrad, with signs and rounding
 to x's dtype as in Transformer Engine's reference quantiser (custom_recipes/reference_nvfp4.py); Quartet (arXiv
 2505.14669) for all GEMMs.
@@ -18,7 +18,7 @@ from megatron_snip.formats import Hadamard
 
 
 def check_groups(x: Tensor, transform: Hadamard, dim: int, role: str) -> None:
-    """Raise UserError if x [R, C], of a role, is not whole groups along ``dim``, on this rank."""
+    """Raise UserError unless x [R, C], this rank's operand of a role, divides into whole groups along ``dim``."""
     size, tokens = x.shape[dim], dim == 0 and role != "weight"
     if size % transform.length:
         change = "sequence length or the batch" if tokens else "layer's size or the tensor parallel size"
@@ -31,10 +31,10 @@ def check_groups(x: Tensor, transform: Hadamard, dim: int, role: str) -> None:
 
 @torch.no_grad()
 def hadamard(x: Tensor, transform: Hadamard, dim: int = 0) -> Tensor:
-    """``x`` [R, C] transformed in groups along ``dim``: float32 sums in a fixed order, rounded to x.dtype.
+    """Transform ``x`` [R, C] in groups along ``dim``: float32 sums in a fixed order, rounded to x.dtype.
 
-    Adds and subtracts pairs in place of a GEMM, so that every device gives the same bits.  A NaN reaches its whole
-    group; infinities become infinities or NaN.  The size along ``dim`` is a multiple of the group's length.
+    It adds and subtracts pairs instead of running a GEMM, so every device gives the same bits.  A NaN spreads over its
+    whole group; infinities become infinities or NaN.  The size along ``dim`` must be a multiple of the group's length.
     """
     if dim == 1:
         return hadamard(x.T, transform).T.contiguous()

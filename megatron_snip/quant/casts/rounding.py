@@ -1,8 +1,8 @@
 """Random bits for stochastic rounding, as a function of position, without generator state.
 
-Philox-4x32-7 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, whose tests it passes), in plain
-torch int64 arithmetic.  Rows and columns are counted over the whole tensor, whatever the layout.  Element (row, col) of
-an operand reads one of the eight draws of 16 bits in the words of
+The generator is Philox-4x32-7 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, whose tests it
+passes), in plain torch int64 arithmetic.  Rows and columns are global, whatever the layout.  Element (row, col) of an
+operand reads one of the eight 16-bit draws in the words of
 
     counter = (col >> 3, row & 0xffffffff, row >> 32, iteration)
     key     = (low, high 32 bits of mix64(mix64(seed) ^ stream))
@@ -10,8 +10,8 @@ an operand reads one of the eight draws of 16 bits in the words of
 Draw ``col & 7`` is half ``col & 1``, low half first, of word ``(col & 7) >> 1``.  mix64 is SplitMix64's step (Steele
 et al., OOPSLA 2014).
 
-Seed and stream stay the same for a whole run.  Iteration and row0 change, so a GPU's kernels read them from device
-memory: they are written once for a microbatch, and all casts of it read the same two numbers.
+Seed and stream stay the same for a whole run.  Iteration and row0 change, so GPU kernels read them from device memory:
+they are written once per microbatch, and all of its casts read the same two numbers.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def mix64(z: int) -> int:
 
 
 def name_stream(name: str) -> int:
-    """The 32-bit stream of a linear's name: CRC-32 of its UTF-8 bytes, the same in every process."""
+    """The 32-bit stream for a linear's name: CRC-32 of its UTF-8 bytes, the same in every process."""
     return zlib.crc32(name.encode())
 
 
 class Rows(NamedTuple):
-    """Where the rows of an operand lie in the whole tensor, if a process has two pieces of each sequence.
+    """Where an operand's rows lie in the whole tensor, if a process has two pieces of each sequence.
 
-    Rows come piece by piece, each of ``piece`` rows: for the first sequence the piece that begins at its row ``first``,
-    then the one at ``second``; then the same for the next sequence, which begins ``sequence`` rows later.  No scale
-    block crosses a piece.
+    A piece has ``piece`` rows.  The first sequence's piece that begins at row ``first`` comes first, then the one at
+    ``second``.  Then come the same pieces of the next sequence, which begins ``sequence`` rows later.  No scale block
+    crosses a piece boundary.
     """
 
     piece: int
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
     second: int
 
     def places(self, rows: int, device: torch.device | str = "cpu") -> Tensor:
-        """The places of rows 0, 1, ... in the whole tensor, counted from the first sequence: int64 [rows]."""
+        """The positions of rows 0, 1, ... in the whole tensor, counted from the first sequence: int64 [rows]."""
         row = torch.arange(rows, device=device)
         number = row // self.piece
         begin = torch.where(number % 2 == 0, self.first, self.second)
@@ -72,12 +72,12 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundingKey:
-    """Names the random bits of one operand.
+    """Identifies the random bits of one operand.
 
-    seed: of the run.  iteration: the optimiser step.  stream: hash of linear and role: ``name_stream`` makes the
-    linear's, and ``for_operand`` adds the role.  Both GEMMs that read an operand round it by the same bits.
+    seed: the run's.  iteration: the optimiser step.  stream: a hash of the linear and the role; ``name_stream`` hashes
+    the linear, and ``for_operand`` adds the role.  Both GEMMs that read an operand round it with the same bits.
     row0, col0: global position of the operand's first element; row = global sample index * seq-length + position, col =
-    channel.  rows: where the operand's rows lie, counted from row0; None: one after another.
+    channel.  rows: where the operand's rows lie, counted from row0; None if they are consecutive.
     Raises UserError for a negative row0 or col0, col0 above 2**34 or an iteration outside 32 bits.
     """
 
@@ -96,11 +96,11 @@ class RoundingKey:
 
     @property
     def words(self) -> tuple[int, int]:
-        """Philox's key: two 32-bit words made of seed and stream."""
+        """Philox's key: two 32-bit words made from seed and stream."""
         return _words(self.seed, self.stream)
 
     def for_operand(self, role: str, row0: int | None = None, col0: int | None = None) -> RoundingKey:
-        """The key of one operand.  Positions that are not given are this key's; with a row0, rows follow each other.
+        """The key of one operand.  Positions default to this key's; with a row0, rows are consecutive.
 
         Raises UserError for an unknown role.
         """
@@ -154,7 +154,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, T
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, by halves of ``b`` so that int64 never overflows."""
+    """High and low 32 bits of a 32 x 32 bit product, computed by halves of ``b`` so that int64 never overflows."""
     upper, lower = a * (b >> 16), a * (b & 0xFFFF)
     high = (upper + (lower >> 16)) >> 16
     low = (((upper & 0xFFFF) << 16) + lower) & _MASK32

@@ -1,8 +1,8 @@
-"""The specification of scales: the scale of a block from its largest magnitude.
+"""Specifies scales: how a block's scale follows from its largest magnitude.
 
-Every rule gives ``encode``, by which elements are multiplied before rounding, and ``scale``, which decodes:
-x ~= scale * q.  All arithmetic is float32, and divisions round once.  Tensor.__rtruediv__ (``6.0 / t``) multiplies by
-a reciprocal, which rounds twice, so divisions are ``torch.div`` of tensors.
+Every rule gives ``encode``, which multiplies elements before rounding, and ``scale``, which decodes: x ~= scale * q.
+All arithmetic is float32, and divisions round once.  Tensor.__rtruediv__ (``6.0 / t``) multiplies by a reciprocal,
+which rounds twice, so divisions use ``torch.div`` of tensors.
 Sources: docs/numerics.md; OCP MX v1.0, sec. 6.3, for "e8m0"; arXiv 2506.08027 for "e8m0_ceil"; Transformer Engine's
 NVFP4 reference quantiser (custom_recipes/reference_nvfp4.py) for the order of operations of "e4m3" and "e4m3_4over6".
 """
@@ -20,15 +20,15 @@ from megatron_snip.quant.casts.grid import power_of_two, round_nearest
 FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT32_TINY = torch.finfo(torch.float32).tiny
 _MANTISSA = 0x7FFFFF  # of a float32's bits
-# E8M0 has exponents from -127 to 127, but a float32 that encodes 2**127, 2**-127, would not be normal.
+# E8M0 has exponents from -127 to 127, but encoding with scale 2**127 would take 2**-127, a subnormal float32.
 _SMALLEST, _LARGEST = -127, 126
 
 
 def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``encode`` and stored ``scale`` of each block: amax float32 [...] -> two float32 [...].
 
-    tensor_amax: float32 scalar, for formats with ``needs_tensor_amax``; the scale of a block then decodes together with
-    ``tensor_scale``.  amax is over finite elements, so neither amax is infinite or NaN.
+    tensor_amax: float32 scalar, for formats with ``needs_tensor_amax``; a block's scale then decodes together with
+    ``tensor_scale``.  Both amaxes are over finite elements, so neither is infinite or NaN.
     """
     assert fmt.element is not None
     if fmt.scale in ("e8m0", "e8m0_ceil"):
@@ -39,13 +39,13 @@ def block_scales(amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None) -
     assert fmt.scale in ("fp32", "fp32_pow2"), f"no rule for scale {fmt.scale}"
     encode = _divide(fmt.element.max, amax)
     if fmt.scale == "fp32_pow2":
-        # only E2M5 gets below the smallest normal number (3.94 / 3.4e38), of which the mask would leave 0
+        # only E2M5 gets below the smallest normal number (3.94 / 3.4e38), which the mask would turn into 0
         encode = (encode.clamp(min=_FLOAT32_TINY).view(torch.int32) & 0x7F800000).view(torch.float32)
     return encode, torch.where(amax > 0, _divide(1.0, encode), 0.0)
 
 
 def tensor_encode(tensor_amax: Tensor, fmt: Format) -> Tensor:
-    """The factor that makes the largest block scale of an E4M3 format the largest that its rule uses: float32 [] -> [].
+    """The factor that maps an E4M3 format's largest block scale to the largest its rule uses: float32 [] -> [].
 
     Four over six needs room for 1.5 times a scale: 1.5 * 256 is an E4M3 number.
     """
@@ -62,9 +62,9 @@ def tensor_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
 def four_over_six(blocks: Tensor, fmt: Format, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
     """``block_scales`` of "e4m3_4over6": magnitudes [row blocks, rows, column blocks, columns] -> two float32 [., .].
 
-    A block is rounded to nearest with the scale under which its largest magnitude becomes the element's max, and with
-    1.5 times that scale, under which it becomes 4 of E2M1's 6.  The smaller squared error wins, the first if they are
-    equal.  Errors are in units of the tensor's scale.  blocks: 0 where an element is not finite or outside.
+    Each block is rounded to nearest with two scales: the one that maps its largest magnitude to the element's max, and
+    1.5 times that, which maps it to 4 instead of E2M1's 6.  The smaller squared error wins, the first on a tie.
+    Errors are in units of the tensor's scale.  blocks: 0 where an element is not finite or outside.
     """
     element = fmt.element
     assert element is not None
@@ -84,10 +84,10 @@ def four_over_six(blocks: Tensor, fmt: Format, tensor_amax: Tensor) -> tuple[Ten
 
 
 def _sum_of_blocks(x: Tensor) -> Tensor:
-    """Sums of the blocks of x [row blocks, rows, column blocks, columns], in Transformer Engine's order: [., 1, ., 1].
+    """Sum each block of x [row blocks, rows, column blocks, columns] in Transformer Engine's order: [., 1, ., 1].
 
-    Along the columns one after another, then the halves of the rows, and their halves.  Blocks of one column: along
-    the rows one after another.
+    It adds columns one after another, then the two halves of the rows, then their halves, and so on.  In blocks of one
+    column, it adds rows one after another.
     """
     if x.shape[3] == 1:
         x = x.transpose(1, 3)
@@ -107,7 +107,7 @@ def _divide(numerator: float, denominator: Tensor) -> Tensor:
 
 
 def _e8m0(amax: Tensor, element: Element, *, up: bool) -> tuple[Tensor, Tensor]:
-    """2**(floor(log2 amax) - emax), or with ``up`` 2**ceil(log2(amax / max)), within E8M0; the smallest for 0."""
+    """2**(floor(log2 amax) - emax), or with ``up`` 2**ceil(log2(amax / max)), clamped to E8M0; 0 gives the smallest."""
     # float32's exponent field is floor(log2), except for subnormal numbers, which are below E8M0's smallest anyway
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - 127 - element.emax

@@ -1,1 +1,1 @@
-"""Compiled casts, one file per device, each bit for bit the specification in cast.py."""
+"""Compiled casts, one file per device, bit for bit the same as the specification in cast.py."""

@@ -1,10 +1,10 @@
 // The casts of cast.py on CPU, bit for bit the same.  Source: megatron_snip/quant/casts/cast.py.
 //
-// Plain C ABI, loaded with ctypes by cpu.py; no Python or torch header.  This file shares the work out among
-// threads; cpu_kernels.h and what it includes do it, compiled once per instruction set and chosen when called: a
-// build stays valid on an older machine of the same cluster, which -march=native does not.
-// Exactness: build without -ffast-math and with -ffp-contract=off, as a fused multiply-add would change bits;
-// divisions are true ones, and subnormals are not flushed whatever the caller's mode.
+// Plain C ABI, loaded with ctypes by cpu.py; no Python or torch header.  This file distributes the work over threads.
+// cpu_kernels.h and its includes do the work.  They are compiled once per instruction set and chosen at run time, so a
+// build stays valid on an older machine of the same cluster, unlike with -march=native.
+// Exactness: build without -ffast-math and with -ffp-contract=off, because a fused multiply-add would change bits.
+// Divisions are true divisions, and subnormals are not flushed whatever the caller's mode.
 
 #include "cpu.h"
 
@@ -34,7 +34,7 @@
 namespace megatron_snip {
 namespace {
 
-// Columns of a strip: whole blocks, and whole cache lines where blocks allow.
+// Columns of a strip: whole blocks, and whole cache lines if blocks allow.
 int64_t tall_strip(int64_t block_cols) {
   const int64_t aligned = std::lcm(block_cols, int64_t(64)), step = aligned <= kTallStrip ? aligned : block_cols;
   return kTallStrip / step * step;
@@ -85,7 +85,7 @@ int32_t best_isa() {
 #endif
 }
 
-// isa: 0 generic, 1 AVX2, 2 AVX-512; a lower one than this machine's best is for the tests.
+// isa: 0 generic, 1 AVX2, 2 AVX-512; tests choose a lower one than this machine's best.
 const Kernels& kernels([[maybe_unused]] int32_t isa) {
 #if defined(__x86_64__) && !defined(MEGATRON_SNIP_GENERIC)
   static const int32_t best = best_isa();
@@ -97,7 +97,7 @@ const Kernels& kernels([[maybe_unused]] int32_t isa) {
 
 // --- Threads
 
-// Units of work, handed out one after the other to whoever is free.
+// Units of work, handed out one at a time to whichever thread is free.
 class Job {
  public:
   explicit Job(int64_t units) : units_(units) {}
@@ -110,7 +110,7 @@ class Job {
 #endif
     for (int64_t i = next_++; i < units_; i = next_++) unit(i);
 #if defined(__x86_64__)
-    _mm_sfence();  // streamed stores are seen before the job's end is
+    _mm_sfence();  // streamed stores become visible before the job's end does
     _mm_setcsr(mode);
 #endif
   }
@@ -124,7 +124,7 @@ class Job {
 };
 
 // torch's own OpenMP team, if torch has one in this process (GNU's entry point, which others offer too).  Its threads
-// spin for some milliseconds after a GEMM: threads of ours would have to share the cores with them.
+// spin for some milliseconds after a GEMM, so threads of ours would have to share the cores with them.
 using Team = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
 
 Team team() {
@@ -132,7 +132,7 @@ Team team() {
   return found;
 }
 
-// Threads that sleep between jobs, where there is no team; starting them anew would cost tens of microseconds.
+// Threads that sleep between jobs, if there is no team; starting new ones would cost tens of microseconds.
 class Pool {
  public:
   // The caller works too, and alone if another thread's job has the pool.
@@ -144,7 +144,7 @@ class Pool {
       try {
         for (; started_ < threads - 1; ++started_) std::thread(&Pool::serve, this).detach();
       } catch (const std::system_error&) {
-        // No more threads to be had: those there are do the work.
+        // No more threads available: the existing ones do the work.
       }
       job_ = &job;
       wanted_ = std::min(started_, threads - 1);
@@ -152,7 +152,7 @@ class Pool {
     wake_.notify_all();
     job.work();
     std::unique_lock<std::mutex> lock(mutex_);
-    wanted_ = 0;  // whoever has not woken up is not needed any more
+    wanted_ = 0;  // threads that have not woken up are no longer needed
     done_.wait(lock, [this] { return working_ == 0; });
   }
 
@@ -180,13 +180,13 @@ class Pool {
 std::atomic<Pool*> the_pool{nullptr};
 std::atomic<bool> forked{false};
 
-// A forked child has none of its parent's threads: it starts a new pool, and GNU's OpenMP would wait for ever.
+// A forked child has none of its parent's threads: it starts a new pool, and GNU's OpenMP would wait forever.
 const int watching_forks = pthread_atfork(nullptr, nullptr, [] {
   the_pool = nullptr;
   forked = true;
 });
 
-// Never destroyed, as its threads may outlive main.
+// Never destroyed, because its threads may outlive main.
 Pool& pool() {
   Pool* pool = the_pool;
   if (pool == nullptr) {
@@ -221,10 +221,10 @@ class Tiles : public Job {
   const int64_t rows_, cols_, height_, width_;
 };
 
-// Elements of a tile at least: it must outweigh its handing out, and fit the second-level cache.
+// Minimum elements of a tile: it must be worth handing out, and fit the L2 cache.
 constexpr int64_t kTile = 1 << 17;
 
-// All forms of a tile before the next one, so that x comes from memory once.
+// Casts a tile to all forms before the next tile, so that x comes from memory once.
 class CastJob final : public Tiles {
  public:
   CastJob(const Call& call, const Form* first, int count, int64_t height, int64_t width)
@@ -282,7 +282,7 @@ class DecodeJob final : public Tiles {
   const Decode& call_;
 };
 
-// A flat range in parts of kTile elements of `size` bytes: largest magnitude, or copy where there is a `to`.
+// A flat range in parts of kTile elements of `size` bytes: finds the largest magnitude, or copies if there is a `to`.
 class FlatJob final : public Tiles {
  public:
   FlatJob(const void* from, void* to, int64_t count, int64_t size)
@@ -351,7 +351,7 @@ extern "C" void megatron_snip_amax(const void* x, int64_t count, int32_t size, i
   std::memcpy(out, &bits, sizeof bits);
 }
 
-// Non-temporal copy, the benchmarks' measure of what memory gives; addresses and bytes multiples of 64.
+// Non-temporal copy, for benchmarks of memory bandwidth; addresses and bytes are multiples of 64.
 extern "C" void megatron_snip_copy(const void* from, void* to, int64_t bytes, int32_t threads) {
   FlatJob job(from, to, bytes / 4, 4);
   run(job, threads);

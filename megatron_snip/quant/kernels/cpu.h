@@ -1,4 +1,4 @@
-// What cpu.cpp and cpu_kernels.h share: the calls as cpu.py lays them out, and the kernels of one instruction set.
+// Shared by cpu.cpp and cpu_kernels.h: the calls as cpu.py lays them out, and the kernels of one instruction set.
 
 #pragma once
 
@@ -9,8 +9,8 @@ namespace megatron_snip {
 
 enum Output : int32_t { kValues, kCodes };
 
-// A grid in float32 terms.  These structs are mirrored field by field by cpu.py's struct formats; change kAbi in
-// cpu.cpp and ABI there with them.
+// A grid in float32 terms.  cpu.py's struct formats mirror these structs field by field; change kAbi in cpu.cpp and ABI
+// there with them.
 struct Grid {
   float max, saturation;
   int32_t mantissa_bits, emin, emax, sign_code, max_code;
@@ -20,13 +20,13 @@ struct Grid {
 struct Form {
   void* out;           // [rows, cols], contiguous: values of x's type, or codes (uint8)
   float* scales;       // [row blocks, column blocks] by the strides below, or null for values
-  int64_t* saturated;  // elements beyond grid.saturation, of codes; null where nobody asks
-  float* tensor_scale;  // what multiplies all scales, of codes under E4M3 scales; else null
-  // Of each whole row, or of each whole column where blocks have one; null where blocks have scales of their own.
+  int64_t* saturated;  // for codes: elements beyond grid.saturation; null if not counted
+  float* tensor_scale;  // for codes under E4M3 scales: what multiplies all scales; else null
+  // For each whole row, or each whole column if blocks have one column; null if blocks have their own scales.
   const float *encode, *decode;
   int64_t scale_row_stride, scale_col_stride;
   uint64_t row0, col0;  // global position of the first element, for the random bits
-  // Where rows stand counted from row0, as rounding.py's Rows; one after another where piece is 0.
+  // Where rows lie, counted from row0, as in rounding.py's Rows; consecutive if piece is 0.
   int64_t piece, sequence, first, second;
   uint32_t key0, key1, iteration;
   int32_t stochastic, output, scale, block_rows, block_cols;  // scale: an enum Scale of cpu_kernels.h
@@ -36,9 +36,9 @@ struct Form {
 
 struct Call {
   const void* x;             // [rows, cols], contiguous, bfloat16 or float32
-  const float* tensor_amax;  // of E4M3 scales
+  const float* tensor_amax;  // for E4M3 scales
   int64_t rows, cols;
-  int64_t stream_bytes;  // outputs of so many bytes go past the caches
+  int64_t stream_bytes;  // outputs from this size on bypass the caches
   int32_t bfloat16, threads, isa, form_count;
 };
 
@@ -54,7 +54,7 @@ struct Decode {
   Grid grid;
 };
 
-// A step of AdamW on one parameter, as quant/adamw/kernels.py lays it out; step.py there says what the numbers are.
+// A step of AdamW on one parameter, as quant/adamw/kernels.py lays it out; step.py there explains the numbers.
 struct AdamW {
   uint16_t *weight, *m, *v, *weight_low, *v_low;  // [rows, cols] bfloat16, contiguous; the low parts may be null
   const uint16_t* grad;
@@ -77,7 +77,7 @@ struct Kernels {
 };
 
 constexpr int kStrip = 4096;
-// Columns of a strip of several rows, so that it fits the second-level cache twice; blocks are at most this wide.
+// Columns of a strip of several rows, so that it fits the L2 cache twice; blocks are at most this wide.
 constexpr int kTallStrip = 1024;
 constexpr int kMostRows = 128;  // of a block under four over six
 constexpr float kFloatMax = 3.402823466e+38f;

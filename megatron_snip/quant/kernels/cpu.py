@@ -32,9 +32,9 @@ ABI = 17
 MAX_BLOCK_COLS, MAX_4OVER6_ROWS = 1024, 128
 BEST_ISA = 2
 
-# Waking a thread costs some microseconds, which fewer elements than this do not repay.
+# Waking a thread takes a few microseconds, which does not pay off for fewer elements than this.
 _ELEMENTS_PER_THREAD = 1 << 16
-# Outputs of this size bypass the caches, which could not hold them until the next operation reads them.
+# Outputs from this size on bypass the caches, which could not hold them until the next operation reads them.
 _STREAM_BYTES = 32 << 20
 _READABLE, _PLAIN = (torch.bfloat16, torch.float32, torch.uint8), (Tensor, Parameter)
 _SLOWER = "casts on CPU take the slower plain torch path, with the same results; reinstall with a C++ compiler"
@@ -45,7 +45,7 @@ _FORM = struct.Struct("@6PqqQQ4q3Ii72s")
 _CONSTANTS = struct.Struct("@4i28s28s")
 _CALL = struct.Struct("@PPqqq4i")
 _DECODE = struct.Struct("@PPPqqqqq3i28s")
-_NEAREST = (0,) * 10  # in place of a key
+_NEAREST = (0,) * 10  # instead of a key
 
 
 @cache
@@ -79,7 +79,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def best_isa() -> int:
-    """The best instruction set of this machine, as ``run`` takes it."""
+    """The best instruction set of this machine, numbered as in ``run``."""
     loaded = library()
     return 0 if loaded is None else int(loaded.megatron_snip_isa())
 
@@ -89,7 +89,7 @@ def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
     if not reads(x):
         return False
     for form in forms:
-        if form.part[1] > MAX_BLOCK_COLS or form.output == "swizzled":  # which Blackwell alone reads
+        if form.part[1] > MAX_BLOCK_COLS or form.output == "swizzled":  # only Blackwell reads that
             return False
         if form.fmt.scale == "e4m3_4over6" and form.block[0] > MAX_4OVER6_ROWS:
             return False
@@ -115,7 +115,7 @@ def run(
     up: Tensor | None = None,
     isa: int = BEST_ISA,
 ) -> list[Operand]:
-    """As ``cast.reference``, of x [R, C] and forms that ``takes`` has accepted, all from one read of x.
+    """``cast.reference`` of x [R, C] for forms that ``takes`` has accepted, all from one read of x.
 
     isa: 0 generic, 1 AVX2, 2 AVX-512, or the best one below that this machine has.
     """
@@ -133,7 +133,7 @@ def run(
 
 def fill(x: Tensor, made: Sequence[Operand], amax: Tensor | None, isa: int = BEST_ISA) -> None:
     """Write the casts of ``x`` [R, C], contiguous and not empty, into operands from ``room``."""
-    given = [_given(x, one) for one in made]  # in memory until the kernel has read it
+    given = [_given(x, one) for one in made]  # kept alive until the kernel has read it
     packed = b"".join(map(_packed, made, given))
     rows, cols = x.shape
     call = _CALL.pack(
@@ -153,7 +153,7 @@ def fill(x: Tensor, made: Sequence[Operand], amax: Tensor | None, isa: int = BES
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """A plain non-temporal copy by the kernel's threads, with which benchmarks measure memory bandwidth.
+    """Copy with the kernel's threads and non-temporal stores, for benchmarks of memory bandwidth.
 
     Both [...] are contiguous and of equal size; size and addresses are multiples of 64 bytes.
     """
@@ -164,7 +164,7 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype, isa: int = BEST_ISA) -> Tensor:
-    """``Quantized.dequantize`` to bfloat16 or float32, of codes that ``reads`` has accepted: [R, C]."""
+    """``Quantized.dequantize`` to bfloat16 or float32, for codes that ``reads`` has accepted: [R, C]."""
     codes, scales, element = quantized.codes.contiguous(), quantized.scales, quantized.fmt.element
     assert element is not None and dtype in (torch.bfloat16, torch.float32)
     if quantized.tensor_scale is not None:
@@ -202,12 +202,12 @@ def finite_amax(x: Tensor) -> Tensor:
 
 
 def threads_of(elements: int) -> int:
-    """How many threads a kernel takes for so many elements."""
+    """How many threads a kernel uses for this many elements."""
     return min(torch.get_num_threads(), 1 + elements // _ELEMENTS_PER_THREAD)
 
 
 def room(x: Tensor, forms: Sequence[Form], count: bool = True) -> list[Operand]:
-    """Memory for casts of x [R, C].  The kernel writes all codes row by row, also those of "operand"."""
+    """Allocate casts of x [R, C].  The kernel writes all codes row-major, even those of "operand"."""
     made = [allocate(x, form, count=count) for form in forms]
     for i, form in enumerate(forms):
         if form.output == "operand":
@@ -219,7 +219,7 @@ def room(x: Tensor, forms: Sequence[Form], count: bool = True) -> list[Operand]:
 
 
 def _given(x: Tensor, made: Operand) -> tuple[Tensor, Tensor] | None:
-    """Encode and scale of whole rows of x [R, C], after the scales are written; None if blocks have their own."""
+    """Store row-wise scales of x [R, C], and return encode and scale; None if blocks have their own scales."""
     form, _, scales, *_ = made
     assert form is not None
     if not form.by_rows:

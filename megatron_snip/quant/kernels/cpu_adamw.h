@@ -1,8 +1,8 @@
-// AdamW on BF16 weights (quant/adamw/step.py), by vectors; included by cpu_kernels.h.
+// Vectorised AdamW on BF16 weights (quant/adamw/step.py); included by cpu_kernels.h.
 //
-// Every operation is float32 without contraction, and is rounded to BF16 where the specification does; in two_sum only
-// the sum is, as the other operations are exact either way: where the exponents of a and b are less than 15 apart, all
-// numbers are multiples of the smaller ulp and fit 24 bits; else x is a or b, and e is the other one.
+// Every operation is float32 without contraction, and is rounded to BF16 where the specification does.  two_sum rounds
+// only the sum, because the other operations are exact either way: if the exponents of a and b are less than 15 apart,
+// all numbers are multiples of the smaller ulp and fit 24 bits; else x is a or b, and e is the other one.
 
 FN F to_bf16(F v) { return as<F>(rounded_high_half(v) & 0xffff0000u); }
 
@@ -90,8 +90,8 @@ FN void weights(const Pointers& at, int i, Pair<F> u, [[maybe_unused]] const uin
   }
 }
 
-// Groups per part.  A part goes through three loops, whose chains of dependent operations are short enough for a
-// processor to overlap many groups; they find its numbers in the first cache.
+// Groups per part.  A part goes through three loops, whose chains of dependent operations are short enough for a CPU to
+// overlap many groups; the part's numbers stay in the L1 cache.
 constexpr int kGroupsPerPart = 16;
 
 template <bool kWeightLow, bool kVLow, bool kStochastic>

@@ -1,6 +1,6 @@
-// Which of two scales a block takes under kE4m34over6 (scales.py's four_over_six); included by cpu_kernels.h.
+// Chooses between a block's two scales under kE4m34over6 (scales.py's four_over_six); included by cpu_kernels.h.
 //
-// A lane is a block, or a block's part: errors are added one after another, as in the specification.
+// A lane is a block, or part of one: errors are added one after another, as in the specification.
 
 // The squared error of a magnitude, in units of the tensor's scale.
 FN F squared_error(F size, F wanted, F encode, F scale, const Rounder& r) {
@@ -27,7 +27,7 @@ FN Candidates candidates(const Scratch& s, int block, float whole) {
           load<F>(s.other_stored + block), broadcast(whole), F{}, F{}};
 }
 
-// Put the other candidate in place where its error is smaller: all ones in `take`.
+// Take the other candidate where its error is smaller: all ones in `take`.
 FN void settle(Scratch& s, int block, I take) {
   store(s.encode + block, take ? load<F>(s.other_encode + block) : load<F>(s.encode + block), false);
   store(s.stored + block, take ? load<F>(s.other_stored + block) : load<F>(s.stored + block), false);
@@ -35,7 +35,7 @@ FN void settle(Scratch& s, int block, I take) {
 
 FN bool is_e2m1(const Grid& g) { return g.mantissa_bits == 1 && g.emin == 0 && g.max == 6.0f; }
 
-// Magnitudes of kLanes elements, `step` apart, of which `count` exist; 0 where one is not finite.
+// Magnitudes of kLanes elements, `step` apart; only `count` of them exist.  0 where one is not finite.
 template <class T>
 FN F sizes_of(const T* x, int64_t step, int64_t count) {
   if (count == 1) {
@@ -50,19 +50,19 @@ FN F sizes_of(const T* x, int64_t step, int64_t count) {
   return load<F>(sizes);
 }
 
-// Magnitudes of kLanes elements side by side, also of those that are not finite.
+// Magnitudes of kLanes adjacent elements, including those that are not finite.
 FN F row_of_sizes(const bfloat16* x) {
   return as<F>((__builtin_convertvector(load<Half>(x), U) & 0x7fffu) << 16);
 }
 FN F row_of_sizes(const float* x) { return as<F>(load<U>(x) & 0x7fffffffu); }
 
-// --- Estimates of E2M1 in blocks of sides 1 and 16
+// --- Estimates for E2M1 in blocks with sides of 1 and 16
 
-// The squared error of magnitudes that become less than 7, in units of kUnit squares of the scale, added to `sum`.  It is
-// not finite where one of them is not.  Ties go to either side, which is as far.  encode: times kFactor.
+// Adds to `sum` the squared error of magnitudes that become less than 7, in units of kUnit squares of the scale.  It is
+// not finite where a magnitude is not.  Ties go to either side, since both are as far.  encode: times kFactor.
 #if SNIP_LANES == 16
-// In quarters: E2M1 numbers to nearest, by the whole quarters of a magnitude.  Sums and products take turns, because
-// processors have units for each.
+// In quarters: the nearest E2M1 numbers, by the whole quarters of a magnitude.  Sums and products alternate, because
+// CPUs have units for each.
 constexpr float kFactor = 4.0f, kUnit = 1.0f / 16;
 alignas(64) constexpr float kNearest[32] = {0,  2,  2,  4,  4,  6,  6,  8,  8,  8,  12, 12, 12, 12, 16, 16,
                                             16, 16, 16, 16, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24};
@@ -108,13 +108,13 @@ struct Estimate {
   }
 };
 
-// Settle kLanes blocks by their estimated errors, and return a mask of those where these nearly agree, which are left
+// Settle kLanes blocks by their estimated errors, and return a mask of those whose errors nearly agree, which are left
 // as they were.
 //
-// Both ways round the same y.  Five roundings tell an element's error here from that of the exact way, at most
+// Both ways round the same y.  An element's error here differs from the exact one by five roundings, at most
 // 5 y / 2**24 in units of the scale, with y < 7.  By Cauchy's inequality a sum E of n squares is then off by at most
-// 70 sqrt(n E) / 2**24, and the order of the sum takes less than n E / 2**21.  This is for both candidates, squared,
-// with some room; a block has n = 16 `rows` elements.
+// 70 sqrt(n E) / 2**24, and the order of the sum adds less than n E / 2**21.  The bound is for both candidates,
+// squared, with some room; a block has n = 16 `rows` elements.
 FN unsigned settle_by_estimates(Scratch& s, int block, F error, F other_error, int64_t rows) {
   const F scale = load<F>(s.stored + block), other_scale = load<F>(s.other_stored + block);
   const F difference = other_error * other_scale * other_scale - error * scale * scale;
@@ -135,11 +135,11 @@ FN bool estimable(const Scratch& s, int block) {
 
 // The sums of kLanes vectors, one in each lane.  v is overwritten.
 FN F sums_of(F* v) {
-  for (int i = 0; i < kLanes; i += 2) {  // of each 128 bits: sums of two lanes of both, in turns
+  for (int i = 0; i < kLanes; i += 2) {  // in each 128 bits, the sums of two lanes of both, interleaved
     const F low = interleave_words(v[i], v[i + 1], false), high = interleave_words(v[i], v[i + 1], true);
     v[i / 2] = low + high;
   }
-  for (int i = 0; i < kLanes / 2; i += 2)  // of each 128 bits, the sums of four vectors
+  for (int i = 0; i < kLanes / 2; i += 2)  // in each 128 bits, the sums of four vectors
     v[i / 2] = as<F>(interleave(as<W>(v[i]), as<W>(v[i + 1]), false)) + as<F>(interleave(as<W>(v[i]), as<W>(v[i + 1]), true));
 #if SNIP_LANES == 16
   const __m512 one = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
@@ -152,7 +152,7 @@ FN F sums_of(F* v) {
 #endif
 }
 
-// ``settle_by_estimates`` of kLanes blocks of 16 columns from x on.
+// ``settle_by_estimates`` for kLanes blocks of 16 columns from x on.
 template <class T>
 FN unsigned settle_rows(Scratch& s, int block, const T* x, int64_t stride, int64_t rows, int64_t block_rows) {
   F errors[kLanes], other_errors[kLanes];
@@ -194,7 +194,7 @@ FN void pairs_of_columns(const bfloat16* x, __m512i* pairs) {
     }
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {  // quarters of v hold columns 0 to 7 or 8 to 15, in turns
+  for (int i = 0; i < 4; ++i) {  // quarters of v alternate between columns 0 to 7 and 8 to 15
     pairs[i] = _mm512_shuffle_i32x4(four[i], four[4 + i], 0x88);
     pairs[4 + i] = _mm512_shuffle_i32x4(four[i], four[4 + i], 0xdd);
   }
@@ -207,7 +207,7 @@ alignas(64) constexpr int32_t kLaneOf[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 1
 FN F in_blocks(F v) { return _mm512_permutexvar_ps(load<__m512i>(kLaneOf), v); }
 FN F in_lanes(F v) { return _mm512_permutexvar_ps(load<__m512i>(kBlocks), v); }
 
-// Of bfloat16 two columns come from one shuffle, so that blocks in lanes are quicker than elements in lanes.
+// For bfloat16, one shuffle gives two columns, so blocks in lanes are faster than elements in lanes.
 FN unsigned settle_rows(Scratch& s, int block, const bfloat16* x, int64_t stride, int64_t rows, int64_t block_rows) {
   Estimate e(in_lanes(load<F>(s.encode + block)), in_lanes(load<F>(s.other_encode + block)));
   for (int64_t i = 0; i < rows; ++i) {
@@ -223,7 +223,7 @@ FN unsigned settle_rows(Scratch& s, int block, const bfloat16* x, int64_t stride
 }
 #endif
 
-// The errors of the rows of a block are added by halves.
+// Adds the errors of a block's rows by halves.
 struct Halves {
   F rows[kMostRows], other_rows[kMostRows];
 
@@ -247,7 +247,7 @@ SNIP_TARGET __attribute__((noinline)) void settle_exactly(const Form& form, cons
   Halves halves;
   for (int64_t i = 0; i < (width == 1 ? 1 : rows); ++i) {
     Candidates c = all;
-    // of one column along the rows one after another
+    // blocks of one column: along the rows, one after another
     for (int64_t j = 0; j < (width == 1 ? rows : width); ++j) {
       const int64_t first = int64_t(block) * width + (width == 1 ? 0 : j), row = width == 1 ? j : i;
       c.add(sizes_of<T>(x + row * stride + first, width, std::min<int64_t>(count, (cols - first + width - 1) / width)), r);

@@ -1,6 +1,6 @@
-// The casts on one instruction set: cpu.cpp includes this once for each, in a namespace of its own, with
+// The casts for one instruction set.  cpu.cpp includes this once for each, in its own namespace, and defines
 // SNIP_LANES (float32 in a vector), SNIP_COUNTING (0, 1, ... in the first 64-bit lanes of each 128 bits, then in the
-// second ones) and SNIP_TARGET (the functions' attribute) set.
+// second ones) and SNIP_TARGET (the functions' attribute).
 
 #include "cpu_vectors.h"
 
@@ -10,10 +10,10 @@
 // Kinds of scale, in the order of format.py's _SCALES.
 enum Scale : int32_t { kFp32, kFp32Pow2, kE8m0, kE8m0Ceil, kE4m3, kE4m34over6 };
 
-// What a strip keeps between its steps.  Whole groups are read and written, hence the rest beyond kStrip.
+// What a strip keeps between its steps.  Whole groups are read and written, hence the space beyond kStrip.
 struct Scratch {
   alignas(64) float amax[kStrip + 64], encode[kStrip + 64], stored[kStrip + 64], decode[kStrip + 64];
-  alignas(64) float other_encode[kStrip + 64], other_stored[kStrip + 64];  // of kE4m34over6
+  alignas(64) float other_encode[kStrip + 64], other_stored[kStrip + 64];  // for kE4m34over6
   alignas(64) float encode_of[kStrip + 64], decode_of[kStrip + 64];  // as factors() reads them
   alignas(64) uint16_t draws[kStrip + 256];
   alignas(64) char sizes[4 * kStrip + 64];
@@ -21,14 +21,14 @@ struct Scratch {
 
 #include "cpu_four_over_six.h"
 
-// What brings the largest block scale to E4M3's largest, or to 256 under kE4m34over6, which needs 1.5 times as much too;
-// and the scale of the tensor, by which block scales are multiplied.
+// The factor that maps the largest block scale to E4M3's largest, or to 256 under kE4m34over6, which needs 1.5 times as
+// much too; and the tensor's scale, which multiplies block scales.
 FN float tensor_encode_of(const Form& form, float amax) {
   return std::min((form.scale == kE4m34over6 ? 256.0f : 448.0f) * form.grid.max / amax, kFloatMax);
 }
 FN float tensor_scale_of(float encode) { return std::min(1.0f / encode, kFloatMax); }
 
-// An E4M3 scale, and what encodes under the tensor's scale.
+// An E4M3 scale, and the factor that encodes with it under the tensor's scale.
 FN void e4m3_scale(float wanted, float tensor_scale, float& stored, float& encode) {
   wanted = std::min(wanted, 448.0f);
   const int32_t exponent = std::max(as<int32_t>(wanted) & 0x7f800000, (127 - 6) << 23);
@@ -37,8 +37,8 @@ FN void e4m3_scale(float wanted, float tensor_scale, float& stored, float& encod
   encode = std::min(1.0f / (stored * tensor_scale), kFloatMax);
 }
 
-// Element by element what scales.py says: how to encode, the scale as stored, and what decodes.  Under kE4m34over6 both
-// candidates, and nothing that decodes.
+// scales.py's rules, element by element: encode, the scale as stored, and decode.  Under kE4m34over6, both candidates
+// and no decode.
 FN void block_scales(const Form& form, const float* tensor_amax, int count, Scratch& s) {
   const float max = form.grid.max;
   if (form.scale == kE8m0 || form.scale == kE8m0Ceil) {
@@ -67,7 +67,7 @@ FN void block_scales(const Form& form, const float* tensor_amax, int count, Scra
   } else {
     const bool pow2 = form.scale == kFp32Pow2;
     const int32_t kept = pow2 ? 0x7f800000 : -1;
-    const float least = pow2 ? 0x1p-126f : 0.0f;  // masked, a subnormal number would be 0
+    const float least = pow2 ? 0x1p-126f : 0.0f;  // the mask would turn a subnormal number into 0
     for (int i = 0; i < count; ++i) {
       s.encode[i] = as<float>(as<int32_t>(std::max(least, std::min(max / s.amax[i], kFloatMax))) & kept);
       const float scale = std::min(1.0f / s.encode[i], kFloatMax);
@@ -76,7 +76,7 @@ FN void block_scales(const Form& form, const float* tensor_amax, int count, Scra
   }
 }
 
-// One factor a block of `width` columns -> as factors() reads them, in place where they are so already.
+// One factor per block of `width` columns, as factors() reads them; in place if they are so already.
 template <class T>
 FN const float* spread(float* blocks, int width, int shift, int cols, float* natural, float* out) {
   const int step = shift ? width >> shift : width, places = shift ? (cols + (1 << shift) - 1) >> shift : cols;
@@ -95,14 +95,14 @@ FN const float* spread(float* blocks, int width, int shift, int cols, float* nat
   return out;
 }
 
-// The row of the whole, counted from the form's first one, that a row of the operand is.
+// The position of an operand's row in the whole tensor, counted from the form's first row.
 FN int64_t place_of(const Form& form, int64_t row) {
   if (form.piece == 0) return row;
   const int64_t number = row / form.piece;
   return number / 2 * form.sequence + (number % 2 ? form.second : form.first) + row % form.piece;
 }
 
-// The scales of a strip's blocks: how to encode, the scale as stored, and what decodes.
+// The scales of a strip's blocks: encode, the scale as stored, and decode.
 template <class T>
 FN void find_scales(const Call& call, const Form& form, const T* x, int64_t row, int64_t rows, int64_t col, int cols,
                     int blocks, Scratch& s) {
@@ -174,7 +174,7 @@ SNIP_TARGET int64_t cast_range(const Call& call, const Form& form, int64_t row, 
   int64_t saturated = 0;
   const int64_t height = form.block_rows, across = last_col - col;
   const int64_t strip = height > 1 ? tall_strip(form.block_cols) : kStrip / form.block_cols * form.block_cols;
-  // What to fetch early: the strip to the right, or as many columns away in the rows below.
+  // What to prefetch: the strip to the right, or as many columns away in the rows below.
   const int64_t below = height > 1 ? 0 : (strip + across - 1) / across * call.cols;
   for (int64_t i = row; i < last_row; i += height)
     for (int64_t j = col; j < last_col; j += strip) {
@@ -207,7 +207,7 @@ SNIP_TARGET int64_t cast(const Call& call, const Form& form, int64_t row, int64_
                        : cast_typed<float>(call, form, row, last_row, col, last_col);
 }
 
-// --- Back to values, largest magnitude of all, plain copy
+// --- Decoding, the largest magnitude, plain copy
 
 template <class T, bool kUniform>
 FN void decode_row(const uint8_t* codes, T* out, int cols, const float* scales, const Grid& g, bool stream) {

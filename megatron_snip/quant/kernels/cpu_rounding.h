@@ -1,6 +1,6 @@
-// Random bits (rounding.py), rounding onto the grid and codes (grid.py), by vectors; included by cpu_kernels.h.
+// Vectorised random bits (rounding.py), rounding to the grid and codes (grid.py); included by cpu_kernels.h.
 
-// One row's generator.  The two first rounds are the same for all of a row but for the products with the column.
+// One row's generator.  The first two rounds are the same for a whole row, except the products with the column.
 struct Philox {
   uint32_t c0, c1, c2, c3, k0, k1;
 
@@ -15,8 +15,8 @@ struct Philox {
     c3 = uint32_t(p0);
   }
 
-  // The draws of kWays * 2 * kGroup columns from 8 * column on.  Several ways at once, as each step waits for the one
-  // before it.
+  // The draws of kWays * 2 * kGroup columns from 8 * column on.  Several ways run at once, because each step waits for
+  // the previous one.
   template <int kWays>
   FN void draws(uint32_t column, uint16_t* out) const {
     static constexpr W kCounting = SNIP_COUNTING;
@@ -27,7 +27,7 @@ struct Philox {
       const W p1 = multiply((p0 >> 32) ^ c2, 0xCD9E8D57u);
       x0[i] = (p1 >> 32) ^ c0;
       x1[i] = p1;
-      x2[i] = p0 ^ c1;  // of all words only the low half matters
+      x2[i] = p0 ^ c1;  // only the low half of each word matters
       x3[i] = W{} + c3;
     }
     uint32_t key0 = k0, key1 = k1;
@@ -53,7 +53,7 @@ struct Philox {
   }
 };
 
-// The draws of a strip's columns, and of those before them down to a multiple of 8; col: the first one, counted globally.
+// The draws of a strip's columns, and of those before them down to a multiple of 8.  col: the first column, global.
 SNIP_TARGET __attribute__((noinline)) void random_draws(const Philox& philox, uint64_t col, int cols, uint16_t* draws) {
   const uint32_t column = uint32_t(col >> 3);
   constexpr int kWays = 8, kStep = 2 * kGroup;
@@ -125,7 +125,7 @@ struct Row {
   int shift;
   const uint16_t* random;
   const Rounder& r;
-  int64_t ahead;  // from an element to one that is needed soon
+  int64_t ahead;  // distance from an element to one that is needed soon
 
   // kGroup columns from column j on.
   FN void group(const T* x, Out* out, int j, bool stream, I& saturated) const {

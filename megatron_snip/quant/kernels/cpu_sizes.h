@@ -81,11 +81,11 @@ FN typename Sizes<T>::Word row_size(const T* x, int cols) {
 }
 
 #if SNIP_LANES == 16
-// The larger ones of two vectors' words, so that each word stands for one more place of its block.
+// The larger of two vectors' words, so that each word stands for one more place of its block.
 FN __m512i larger(__m512i a, __m512i b) { return _mm512_max_epu16(a, b); }
 
 // Largest size of each of eight vectors, or of each half of them: a tree that halves all at once.  Infinities and
-// NaN count; the caller looks for them.
+// NaN count; the caller checks for them.
 template <bool kHalves>
 FN void sizes_of_eight(const __m512i* v, float* out) {
   __m512i pairs[4], fours[2];

@@ -1,8 +1,8 @@
 // Vectors of SNIP_LANES float32, and groups of columns as two of them; included by cpu_kernels.h.
 //
 // Vectors are the compilers' vector_size types, so that loops over them read like the scalar formulas of cast.py; only
-// what compilers do badly is written with intrinsics.  A group of bfloat16 is taken apart into its even and its odd
-// columns, which costs a shift and a mask; one of float32 into its halves.
+// what compilers do badly is written with intrinsics.  A group of bfloat16 is split into even and odd columns, which
+// costs a shift and a mask; a group of float32 is split into halves.
 
 typedef float F __attribute__((vector_size(4 * SNIP_LANES)));
 typedef int32_t I __attribute__((vector_size(4 * SNIP_LANES)));
@@ -35,7 +35,7 @@ FN To as(From v) {
   return to;
 }
 
-// Past the caches if asked to: p is aligned to the vector then.
+// Bypasses the caches if `stream` is set; p is then aligned to the vector.
 template <class V>
 FN void store(void* p, V v, [[maybe_unused]] bool stream) {
 #if defined(__x86_64__)
@@ -58,7 +58,7 @@ FN I most(I a, I b) { return a > b ? a : b; }
 // The smaller one; NaN where v is NaN.
 FN F least(F bound, F v) {
 #if SNIP_LANES == 16
-  return _mm512_min_ps(bound, v);  // of unordered operands the second
+  return _mm512_min_ps(bound, v);  // the second operand if they are unordered
 #elif SNIP_LANES == 8
   return _mm256_min_ps(bound, v);
 #else
@@ -66,7 +66,7 @@ FN F least(F bound, F v) {
 #endif
 }
 
-// Of 0 <= v < 2**31, NaN kept.
+// For 0 <= v < 2**31; NaN stays.
 FN F floor_of(F v) {
 #if SNIP_LANES == 16
   return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -99,7 +99,7 @@ FN W low_halves(W a, W b) {
 #endif
 }
 
-// Of each 128 bits the first 64 of a and those of b, or the second ones.
+// In each 128 bits, the first 64 of a and b, or the second 64.
 FN W interleave(W a, W b, bool second) {
 #if SNIP_LANES == 16
   const __m512i x = as<__m512i>(a), y = as<__m512i>(b);
@@ -112,7 +112,7 @@ FN W interleave(W a, W b, bool second) {
 #endif
 }
 
-// Of each 128 bits the first two words of a and those of b in turns, or the second two.
+// In each 128 bits, the first two words of a and b interleaved, or the second two.
 FN F interleave_words(F a, F b, bool second) {
 #if SNIP_LANES == 16
   return second ? _mm512_unpackhi_ps(a, b) : _mm512_unpacklo_ps(a, b);
@@ -123,7 +123,7 @@ FN F interleave_words(F a, F b, bool second) {
 #endif
 }
 
-// A bit for each lane that is true: all ones.
+// A bit for each lane, set if the lane is true: all ones.
 constexpr unsigned kAllLanes = (1u << SNIP_LANES) - 1;
 FN unsigned mask_of(I lanes) {
 #if SNIP_LANES == 16
@@ -187,7 +187,7 @@ FN void store_codes(uint8_t* out, Pair<U> v, bool stream) {
   }
 }
 
-// The 16-bit draws of a group from bits 7 to 22 of each lane; other bits are anything.
+// The 16-bit draws of a group, in bits 7 to 22 of each lane; other bits may be anything.
 template <class T>
 FN Pair<U> load_draws(const uint16_t* draws) {
   if constexpr (sizeof(T) == 2) {
@@ -210,7 +210,7 @@ FN Pair<U> load_codes(const uint8_t* codes) {
   }
 }
 
-// Words one a column, put into the order of pairs.
+// One word per column, put into the order of pairs.
 template <class T, class Word>
 FN void arrange(const Word* from, Word* to, int cols) {
   if constexpr (sizeof(T) == 2) {
@@ -224,7 +224,7 @@ FN void arrange(const Word* from, Word* to, int cols) {
   }
 }
 
-// A factor of each element of a group: from one a column in the order of pairs, or from one for 2**shift columns,
+// A factor for each element of a group: from one per column in the order of pairs, or from one per 2**shift columns,
 // at least 16.
 template <class T, bool kUniform>
 FN Pair<F> factors(const float* from, int col, int shift) {

@@ -1,10 +1,10 @@
-"""``cast``: a tensor into the forms that GEMMs want, by the kernel of its device.
+"""``cast`` turns a tensor into the forms that GEMMs read, with the kernel of its device.
 
     cast                     what callers use: linears, probes, quantize, fake_quantize
-    kernels/op.run           the kernel of the device (KERNELS); compilers see a custom operator in its place
+    kernels/op.run           the kernel of the device (KERNELS); compilers see a custom operator instead
     kernels/cpu.run, kernels/triton_cast.run, or cast.reference if no kernel takes the tensor
 
-Kernels give the bits of the reference, so the choice never changes a result.
+Kernels give the reference's bits, so the choice never changes a result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_snip.quant.kernels import op, triton_cast
 from megatron_snip.quant.kernels.op import dequantize as dequantize
 
 #: Largest magnitudes of shards, float32 [...], which may be overwritten -> those of the whole tensors.  A collective:
-#: every process of the group calls it alike.
+#: every process in the group must call it the same way.
 ReduceAmax = Callable[[Tensor], Tensor]
 
 
@@ -47,13 +47,13 @@ def cast(
     count: bool = False,
     up: Tensor | None = None,
 ) -> list[Operand]:
-    """``x`` [R, C] in each wanted form, from one read of it where a kernel can; without a gradient.
+    """Cast ``x`` [R, C] to each wanted form, with one read of it if a kernel can; without a gradient.
 
-    A form None wants x itself.  amax: float32 scalar, the largest finite magnitude of the whole tensor of which x is a
-    shard; None takes x's own, which ``reduce_amax`` makes the whole tensor's.  Only forms that are ``scaled`` need it.
-    Transformed forms (hadamard.py) are cast from the transformed tensor, whose own amax counts.
-    dtype: what x is rounded to first.  count: whether to count what saturates.
-    up: of x's shape and dtype; SwiGLU's product silu(x) * up is cast, and where a kernel can it is never stored.
+    A form of None gives x itself.  amax: float32 scalar, the largest finite magnitude of the whole tensor; None takes
+    x's own, and if x is a shard, ``reduce_amax`` makes it the whole tensor's.  Only ``scaled`` forms need it.
+    Transformed forms (hadamard.py) are cast from the transformed tensor and use its amax.
+    dtype: what x is rounded to first.  count: whether to count saturated elements.
+    up: of x's shape and dtype; if given, SwiGLU's product silu(x) * up is cast, without storing it if a kernel can.
     """
     if torch.is_grad_enabled() and (x.requires_grad or (up is not None and up.requires_grad)):
         with torch.no_grad():
@@ -65,7 +65,7 @@ def cast(
             forms.append(form)
             transformed = transformed or form.transformed
     if (len(forms) < len(wanted) or transformed) and (dtype is not None or up is not None):
-        x, dtype, up = as_read(x, dtype, up), None, None  # this tensor itself is wanted, or hadamard's of it
+        x, dtype, up = as_read(x, dtype, up), None, None  # a form reads this tensor itself, or its transform
     if not transformed:
         made = _run(x, forms, amax, reduce_amax, dtype, count, up) if forms else []
     else:
@@ -79,7 +79,7 @@ def cast(
 def _run_transformed(
     x: Tensor, forms: Sequence[Form], amax: Tensor | None, reduce_amax: ReduceAmax | None, count: bool
 ) -> list[Operand]:
-    """Casts of x [R, C] and of its transforms, each of which is read once."""
+    """Cast x [R, C] and its transforms, reading each once."""
     alike: dict[tuple[Hadamard, int] | None, list[Form]] = {}
     for form in forms:
         alike.setdefault(_transform(form), []).append(form)
@@ -119,7 +119,7 @@ def _run(
     up: Tensor | None,
     largest: Tensor | None = None,
 ) -> list[Operand]:
-    """Casts of x [R, C] with the amax that they need.  largest: x's own amax, where it is known."""
+    """Cast x [R, C] with the amax that the forms need.  largest: x's own amax, if known."""
     for form in forms:
         if form.scaled:
             break
@@ -147,7 +147,7 @@ def quantize(
     key: RoundingKey | None = None,
     amax: Tensor | None = None,
 ) -> Quantized:
-    """Codes and scales of ``x`` [R, C].  Arguments and errors as ``fake_quantize``."""
+    """Codes and scales of ``x`` [R, C].  Arguments and errors are those of ``fake_quantize``."""
     form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
     if not form.fmt.quantised:
         return _unquantised(x, form.fmt)
@@ -155,7 +155,7 @@ def quantize(
 
 
 def values(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """An operand dequantised to ``dtype``: [R, C].  Of what tensor cores read, only operands along dim 1 can be."""
+    """An operand dequantised to ``dtype``: [R, C].  Tensor-core operands must be along dim 1."""
     form = operand.form
     if form is None or form.output == "values":
         return operand.data
@@ -163,7 +163,7 @@ def values(operand: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def quantized(codes: Operand) -> Quantized:
-    """The same codes [R, C] of an operand, as users see them; of what tensor cores read, those of the carrier."""
+    """An operand's codes [R, C] as users see them; for tensor-core operands, those of the carrier."""
     form, data, scales, tensor_scale, saturated = codes
     assert form is not None and scales is not None
     fmt, block = form.fmt, form.block
@@ -189,16 +189,15 @@ def fake_quantize(
     key: RoundingKey | None = None,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """``x`` [R, C] quantised and dequantised: float32 arithmetic, rounded to x.dtype, no gradient.
+    """Quantise and dequantise ``x`` [R, C]: float32 arithmetic, rounded to x.dtype, no gradient.
 
-    role: "input", "weight" or "grad_output", which decides the block.  dim: the GEMM's reduction
-    dim, along which tiles run.  rounding: "nearest", "stochastic", or None for the format's rule for
-    the role.  key: the random bits of stochastic rounding.  amax: float32 scalar, the largest finite
-    magnitude of the whole tensor where x is a shard of it (nvfp4).  bf16 returns ``x`` itself.
-    Raises UserError for an unknown format, role, dim or rounding, a tensor that is not 2-D or not
-    bfloat16 or float32, stochastic rounding without a key, and a transform whose groups x does not divide
-    into.
-    For a form with that transform (Form.transformed), the result and ``amax`` are those of the transformed tensor.
+    role: "input", "weight" or "grad_output", which decides the block.  dim: the GEMM's reduction dim, along which tiles
+    run.  rounding: "nearest", "stochastic", or None for the format's rule for the role.  key: the random bits of
+    stochastic rounding.  amax: float32 scalar, the largest finite magnitude of the whole tensor if x is a shard
+    (nvfp4).  bf16 returns ``x`` itself.
+    Raises UserError for an unknown format, role, dim or rounding, a tensor that is not 2-D or not bfloat16 or float32,
+    stochastic rounding without a key, and a transform whose groups x does not divide into.
+    With that transform (Form.transformed), the result and ``amax`` are those of the transformed tensor.
     """
     form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
     if not form.fmt.quantised:

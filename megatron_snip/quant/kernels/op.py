@@ -1,9 +1,9 @@
-"""Which kernel casts a tensor, and the same as torch custom operators.
+"""Chooses the kernel that casts a tensor, and wraps kernels as torch custom operators.
 
-Direct calls go straight to a kernel, or to the specification (cast.py).  Compilers and fake tensors cannot look into
-kernels: they see ``torch.ops.megatron_snip.cast``, ``dequantize``, ``finite_amax`` and ``hadamard``.  An operator takes
-no objects, so a form becomes its text (``Form.text``) and the integers of its key.  SwiGLU's gradients are an operator
-for fake tensors only, in a dry run.
+Direct calls go straight to a kernel, or to the specification (cast.py).  Compilers and fake tensors cannot see
+inside kernels, so they get ``torch.ops.megatron_snip.cast``, ``dequantize``, ``finite_amax`` and ``hadamard``.  An
+operator takes no objects, so a form becomes its text (``Form.text``) and the integers of its key.  SwiGLU's gradients
+are an operator for fake tensors only, in a dry run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MASK32 = 0xFFFFFFFF
 _KEY = 11  # integers of a key
 _NO_KEY = [-1, *[0] * (_KEY - 1)]
 
-#: x [R, C], forms, amax, dtype, count, up -> an operand of each form: what ``cast.reference`` says of them.
+#: x [R, C], forms, amax, dtype, count, up -> an operand of each form, as ``cast.reference`` returns.
 Run = Callable[[Tensor, Sequence[Form], Tensor | None, torch.dtype | None, bool, Tensor | None], list[Operand]]
 
 
@@ -39,7 +39,7 @@ class Kernel(NamedTuple):
     run: Run
 
 
-#: Device type -> its kernel.  The specification runs on other devices, and what a kernel does not take.
+#: Device type -> its kernel.  The specification handles other devices and what a kernel does not take.
 KERNELS = {
     "cuda": Kernel(triton_cast.takes, triton_cast.run),
     "cpu": Kernel(cpu.takes, cpu.run),
@@ -54,7 +54,7 @@ def run(
     count: bool = True,
     up: Tensor | None = None,
 ) -> list[Operand]:
-    """As ``cast.reference``, of x [R, C], by the kernel of its device or by an operator that stands for it."""
+    """``cast.reference`` of x [R, C], by the kernel of its device or the operator that stands for it."""
     if not _traced(x):
         return _run_now(x, forms, amax, dtype, count, up)
     if up is not None and not triton_cast.takes_product(x, up):
@@ -101,8 +101,8 @@ def rounds(x: Tensor) -> bool:
 def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None = None) -> Tensor:
     """``cast.finite_amax`` of x [R, C], rounded to ``dtype`` first: float32 scalar.
 
-    up: of x's shape, and ``triton_cast.takes_product`` accepts both: the amax of ``swiglu_product(x, up)``, which is
-    not stored.
+    up: of x's shape; if given, find the amax of ``swiglu_product(x, up)``, which is not stored.
+    ``triton_cast.takes_product`` must accept both.
     """
     if rounds(x):
         return triton_cast.finite_amax(x, dtype, up)
@@ -165,7 +165,7 @@ def _numbers(key: RoundingKey | None) -> list[int]:
 
 
 def forms_of(text: str, keys: Sequence[int]) -> list[Form]:
-    """The forms of an operator's call, from what ``run`` made of them."""
+    """The forms of an operator's call, from the text and keys that ``run`` made."""
     forms = []
     for i, one in enumerate(text.split(";")):
         iteration, seed, seed_high, stream, stream_high, row0, col0, *rows = keys[_KEY * i : _KEY * (i + 1)]

@@ -1,14 +1,14 @@
-"""Casts on a GPU by the Triton kernels of triton_kernels.py, with the specification's bits.
+"""Launches the Triton kernels of triton_kernels.py, which cast on a GPU with the specification's bits.
 
 One launch reads x once and writes one form or two.  A weight's operands for fprop and dgrad differ only in layout, so
 they are one cast that is stored twice.  SwiGLU's product of two tensors is computed as they are read.  If triton is not
 installed, the kernels take nothing and the specification runs.
 
 What has been run: the kernels compile for Hopper and Blackwell.  Their code has no fused, flushed or approximate
-arithmetic except SwiGLU's, which is that of torch's kernels (tests/unit/quant/kernels/test_triton_compile.py).  In
-Triton's interpreter, on CPUs, they give the specification's bits (test_triton_cast.py there); torch stands in for the
-conversions to bf16 and FP8, which the interpreter rounds wrongly, and numpy's exponential for CUDA's.  On an H200, all
-casts of tests/gpu/core.py have the specification's bits (benchmarks/results/2026-11-26-gpu-h200.md).
+arithmetic except SwiGLU's, which is that of torch's kernels (tests/unit/quant/kernels/test_triton_compile.py).  They
+give the specification's bits in Triton's CPU interpreter (test_triton_cast.py there).  In that test, torch replaces the
+conversions to bf16 and FP8, which the interpreter rounds wrongly, and numpy's exponential replaces CUDA's.  On an H200,
+all casts of tests/gpu/core.py have the specification's bits (benchmarks/results/2026-11-26-gpu-h200.md).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from megatron_snip.quant.kernels.triton_launches import ANY, COLS, FP8, FP8_AND_
 if TYPE_CHECKING:
     from megatron_snip.quant.casts.rounding import RoundingKey, Rows
 
-# Offsets inside a tile are 32-bit: a tile of 128 rows spans less than 2**31 elements.
+# Offsets inside a tile are 32-bit, so a tile of 128 rows must span less than 2**31 elements.
 _MAX_SIDE = 1 << 24
 
 _AMAX_SIZE, _AMAX_WARPS = 16384, 8
 _PRODUCT_SIZE, _PRODUCT_WARPS = 2048, 8
-_HADAMARD_TILE, _HADAMARD_WARPS = (4, 128), 4  # 16 times as many rows, at least a group, and columns
+_HADAMARD_TILE, _HADAMARD_WARPS = (4, 128), 4  # a 16th of the rows, which hold at least a group, and columns
 
 
 _MIN_CAPABILITY, _FP8_CAPABILITY, _FP4_CAPABILITY = (8, 0), (8, 9), (10, 0)
@@ -59,8 +59,9 @@ def installed() -> bool:
 
 
 def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
-    """Whether the kernels can cast ``x`` [R, C], or SwiGLU's product of it and ``up``, into these forms: on NVIDIA's
-    GPUs, in blocks whose sides are powers of two, and under "e4m3_4over6" 1 or 16.
+    """Whether the kernels can cast ``x`` [R, C], or SwiGLU's product of it and ``up``, into these forms.
+
+    They can on NVIDIA GPUs, if the sides of blocks are powers of two, and under "e4m3_4over6" 1 or 16.
     """
     if not on_nvidia(x) or (up is not None and not takes_product(x, up)):
         return False
@@ -109,10 +110,10 @@ def run(
     count: bool = True,
     up: Tensor | None = None,
 ) -> list[Operand]:
-    """As ``cast.reference``, of x [R, C] and forms that ``takes`` has accepted; one launch writes two forms.
+    """``cast.reference`` of x [R, C] for forms that ``takes`` has accepted; one launch writes two forms.
 
-    x is rounded to ``dtype``, and multiplied into SwiGLU's product with ``up``, as it is read; before, if scales are of
-    whole rows.
+    x is rounded to ``dtype``, and multiplied into SwiGLU's product with ``up``, as it is read, or beforehand with
+    row-wise scales.
     """
     if any(form.by_rows for form in forms):
         x, dtype, up = as_read(x, dtype, up), None, None
@@ -136,7 +137,7 @@ def run(
 
 
 def _with_given(x: Tensor, made: Operand) -> Operand:
-    """The operand as the kernel takes it: in place of its scales, what decodes and encodes whole rows of x [R, C]."""
+    """The operand as the kernel takes it; for row-wise scales, decode and encode of x [R, C] replace its scales."""
     form, _, scales, *_ = made
     assert form is not None
     if not form.by_rows:
@@ -165,7 +166,7 @@ def _launch(
     amax: Tensor | None,
     rounded: bool,
 ) -> None:
-    """Write the casts of x [R, C], whose rows are contiguous, or of silu(x) * up, rounded to bfloat16 or not."""
+    """Write the casts of x [R, C], with contiguous rows, or of silu(x) * up.  rounded: to bfloat16 first."""
     from megatron_snip.quant.kernels import triton_kernels, triton_steps
 
     rows, cols = x.shape
@@ -196,7 +197,7 @@ def _launch(
 
 
 def _converts(device: torch.device) -> tuple[Element, ...]:
-    """The elements for which the device has an instruction that converts float32."""
+    """The elements that an instruction of the device converts float32 to."""
     capability = _capability(device) if device.type == "cuda" else (0, 0)
     return FP8_AND_FP4 if capability >= _FP4_CAPABILITY else FP8 if capability >= _FP8_CAPABILITY else ()
 
@@ -209,7 +210,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def _random(key: RoundingKey | None, device: torch.device) -> list[Any]:
     """A key as the kernel takes it: words that stay the same for a run, and pointers to iteration, row0 and rows.
 
-    Words are signed integers of 32 bits, so that no value makes Triton compile another kernel.
+    Words are signed 32-bit integers, so that no value makes Triton compile another kernel.
     """
     if key is None:
         return [0, 0, 0, None, None, None]
@@ -225,7 +226,7 @@ def _signed(*words: int) -> list[int]:
 
 
 def _stream(device: torch.device) -> int | None:
-    """The stream for which a tensor on a device may be cached, since other streams would not wait for its values.
+    """The stream that a tensor on a device may be cached for; other streams would not wait for its values.
 
     None while a CUDA graph is captured, because the graph may outlive the cache.
     """
@@ -257,7 +258,7 @@ def takes_codes(quantized: Quantized) -> bool:
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
-    """``Quantized.dequantize`` of codes [R, C] that ``takes_codes`` has accepted, in any strides: [R, C] by rows."""
+    """``Quantized.dequantize`` of codes [R, C] that ``takes_codes`` has accepted, of any strides: row-major [R, C]."""
     from megatron_snip.quant.kernels import triton_kernels
 
     element, codes = quantized.fmt.element, quantized.codes
@@ -302,8 +303,8 @@ def takes_amax(x: Tensor) -> bool:
 def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None = None) -> Tensor:
     """``cast.finite_amax`` of x [R, C] that ``takes_amax`` has accepted, rounded to ``dtype`` as it is read.
 
-    up: the amax of SwiGLU's product, if ``takes_product`` has accepted both.  One launch; it does not wait for the
-    device.
+    up: if given, find the amax of SwiGLU's product; ``takes_product`` has accepted both.  It takes one launch and does
+    not wait for the device.
     """
     from megatron_snip.quant.kernels import triton_kernels
 
@@ -328,7 +329,7 @@ def _state(device: torch.device, stream: int) -> Tensor:
 
 
 def hadamard(x: Tensor, transform: Hadamard, dim: int) -> tuple[Tensor, Tensor]:
-    """``hadamard.hadamard`` of x [R, C] that ``takes_amax`` has accepted, and its ``finite_amax``: one launch."""
+    """``hadamard.hadamard`` of x [R, C] that ``takes_amax`` has accepted, and its ``finite_amax``, in one launch."""
     from megatron_snip.quant.kernels import triton_kernels
 
     x = _by_rows(x)
@@ -348,7 +349,7 @@ def hadamard(x: Tensor, transform: Hadamard, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up [...], which ``takes_product`` has accepted, from that of their product: one launch."""
+    """Gradients of gate and up [...], which ``takes_product`` has accepted, from their product's, in one launch."""
     from megatron_snip.quant.kernels import triton_kernels
 
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
-"""Which of two scales a block takes under "e4m3_4over6", for triton_kernels.py: scales.py's ``four_over_six``.
+"""Chooses between a block's two scales under "e4m3_4over6", for triton_kernels.py: scales.py's ``four_over_six``.
 
-Sums keep the specification's order.  A tensor is split into its columns for that: where a thread has whole blocks, that
-moves nothing.
+Sums keep the specification's order.  For that, a tensor is split into its columns, which moves nothing where a thread
+has whole blocks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def _split(parts, COUNT: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.c
 
 @triton.jit
 def _in_order(x, A: tl.constexpr, B: tl.constexpr):
-    """The sums of 16 columns, one after another: [A, B, 16] -> [A, B, 1]."""
+    """Add 16 columns one after another: [A, B, 16] -> [A, B, 1]."""
     parts = _split((x,), 1, A, B, 16)
     parts = _split(parts, 2, A, B, 8)
     parts = _split(parts, 4, A, B, 4)
     parts = _split(parts, 8, A, B, 2)
     total = parts[0]
-    for column in tl.static_range(1, 16):  # parts stand in the order of their columns' bits, read backwards
+    for column in tl.static_range(1, 16):  # parts are in bit-reversed order of their columns
         total += parts[(column & 1) * 8 + (column & 2) * 2 + (column & 4) // 2 + column // 8]
     return total
 

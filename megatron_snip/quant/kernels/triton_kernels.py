@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
-"""The Triton kernels: casts into one form or two from one read, dequantisation, the largest magnitude, the Hadamard
-transform, and SwiGLU's backward.
+"""The Triton kernels: casts, dequantisation, the largest magnitude, the Hadamard transform, and SwiGLU's backward.
 
-triton_steps.py has the arithmetic.  triton_cast.py launches the kernels and says what has been run.
+A cast writes one form or two from one read.  triton_steps.py has the arithmetic.  triton_cast.py launches the kernels
+and says what has been run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_snip.quant.kernels.triton_stores import codes_of, count_saturated,
 
 @triton.jit
 def _dealt(blocks, NR: tl.constexpr, NC: tl.constexpr):
-    """The same [NR, 1, NC, 1] in another layout, so that threads may compute it elsewhere than they need it."""
+    """The same [NR, 1, NC, 1] in another layout, so that a block's threads need not compute it themselves."""
     return tl.reshape(tl.gather(tl.reshape(blocks, (NR * NC,)), tl.arange(0, NR * NC), 0), (NR, 1, NC, 1))
 
 
@@ -48,10 +48,10 @@ def _scale_blocks(
 ):
     """Compute and store the scales of the blocks of [ROWS, COLS] elements from (row, col); return encode and decode.
 
-    x: the elements, where the rule needs them, or None.  amax: int32 bits [row blocks, 1, column blocks, 1] of finite
+    x: the elements if the rule needs them, or None.  amax: int32 bits [row blocks, 1, column blocks, 1] of finite
     elements.  has_nan: of that shape.  tensor: from ``tensor_scales``.
     """
-    # Every thread that has an element of a column would divide for it.  Dealt out, each thread divides for a few.
+    # Every thread with an element of a column would divide for it.  Dealt out, each thread divides for a few columns.
     DEALT: tl.constexpr = F.block_rows > F.block_cols and (
         F.scale == "e4m3" or F.scale == "fp32" or F.scale == "fp32_pow2"
     )
@@ -90,8 +90,8 @@ def _cast_chunk(
 
     encode, decode: float32 [row blocks, 1, column blocks, 1], one block for all rows if blocks are taller.
     broken: whether there may be NaN or infinities.  place: pointers to the codes or values, the scales, the count of
-    saturated elements and the tensor's scale (or None), strides of the scales, and all of these of a twin; of whole
-    rows, what decodes and encodes them in place of both scales.  words: as in ``increments_of``.
+    saturated elements and the tensor's scale (or None), strides of the scales, and all of these for a twin; with
+    row-wise scales, decode and encode of rows replace both scales.  words: as in ``increments_of``.
     """
     out, _, saturated, _, _, _, _ = place
     NR: tl.constexpr = ROWS // min(F.block_rows, ROWS)
@@ -114,7 +114,7 @@ def _cast_chunk(
         if broken:  # a second store, because a select would be computed for every chunk
             tl.debug_barrier()
             wrong = y != y if HOW.even else inside & (y != y)
-            if F.packed:  # codes are stored by pairs; -6 has all bits set, as NaN
+            if F.packed:  # codes are stored in pairs; -6 has all bits set, like NaN
                 codes = tl.where(wrong, -6.0 if F.hardware == "e2m1" else 15, codes).to(codes.dtype)
                 store_codes(codes, inside, place, row, col, rows, cols, F, ROWS, COLS)
             else:
@@ -141,7 +141,7 @@ def _cast_short(
     COLS: tl.constexpr,
     HOW: tl.constexpr,
 ):
-    """The whole cast of a chunk x [ROWS, COLS] into a form with blocks no taller; arguments as ``_cast_chunk``."""
+    """Cast a chunk x [ROWS, COLS] to a form whose blocks are no taller; arguments as in ``_cast_chunk``."""
     amax = block_amax(magnitudes(x, False), F, ROWS, COLS)
     broken, has_nan = tl.max(amax) >= INFINITY, amax > INFINITY
     if broken:
@@ -169,7 +169,7 @@ def _tall_scales(
     CHUNK: tl.constexpr,
     HOW: tl.constexpr,
 ):
-    """``_scale_blocks`` of a form whose blocks are ROWS high, and whether there are NaN or infinities.
+    """``_scale_blocks`` for a form whose blocks are ROWS high, and whether there are NaN or infinities.
 
     sizes: the largest ``sizes_of`` of all chunks of x [rows, cols], which were just read and are in the cache.
     """
@@ -186,7 +186,7 @@ def _tall_scales(
 
 @triton.jit
 def _store_whole(whole, tensor, pid, F: tl.constexpr):
-    """The first program writes the tensor's scale, unless ``whole`` is None or what encodes rows."""
+    """Write the tensor's scale in the first program, unless ``whole`` is None or encodes rows."""
     if whole is not None and not F.by_rows:
         tl.store(whole, tensor[1], mask=pid == 0)
 
@@ -207,14 +207,14 @@ def cast_kernel(
     """Cast a tile [ROWS, COLS] of x [rows, cols], bf16 or float32 with its own row stride, into A and B (or None).
 
     up: of x's shape, with its own row stride, or None.  If given, silu(x) * up is cast, both bf16.
-    The tile goes through registers in chunks of CHUNK rows.  Blocks are at most CHUNK or exactly ROWS high.  The latter
-    need two passes: one finds their amax, the other casts.
-    iteration, row0: pointers to an int64 each.  pieces: to int64 [4], rounding.py's Rows; None: rows follow each other.
+    The tile goes through registers in chunks of CHUNK rows.  Blocks are at most CHUNK or exactly ROWS high.  Blocks of
+    ROWS need two passes: one finds their amax, the other casts.
+    iteration, row0: pointers to an int64 each.  pieces: to int64 [4], rounding.py's Rows; None if consecutive.
     """
     source = (x, x_stride, up, up_stride)
     place_b = (out_b, scales_b, saturated_b, whole_b, scale_row_b, scale_col_b, None)
     place_a = (out_a, scales_a, saturated_a, whole_a, scale_row_a, scale_col_a, place_b)
-    words_a = (key0_a, key1_a, group0_a, now_of(iteration_a, row0_a, A), pieces_a)  # of ``increments_of``
+    words_a = (key0_a, key1_a, group0_a, now_of(iteration_a, row0_a, A), pieces_a)  # for ``increments_of``
     words_b = words_a if HOW.alike else (key0_b, key1_b, group0_b, now_of(iteration_b, row0_b, B), pieces_b)
     tiles = tl.cdiv(cols, COLS)
     pid = tl.program_id(0)
@@ -262,7 +262,7 @@ def dequantize_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     MAX_CODE: tl.constexpr, SIGN_CODE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
-    """Write a tile [ROWS, COLS] of out [rows, cols]: codes, of any strides, times the scale of their block.
+    """Write a tile [ROWS, COLS] of out [rows, cols]: codes, with any strides, times the scale of their block.
 
     tensor_scale: pointer to the float32 that multiplies all scales, or None.
     """
@@ -274,7 +274,7 @@ def dequantize_kernel(
     inside = within(row, col, rows, cols, ROWS, COLS)
     code = tl.load(tile(codes, row, col, code_row, code_col, ROWS, COLS), mask=inside, other=0).to(tl.int32)
     magnitude = code & (SIGN_CODE - 1)
-    # Read as float32 bits, the code's fields are 2**(BIAS - 127) times its value, also if it is subnormal.
+    # Read as float32 bits, the code's fields are 2**(BIAS - 127) times its value, even if it is subnormal.
     size = float_of(magnitude << (23 - MANTISSA)) * float_of(tl.full((), (254 - BIAS) << 23, tl.int32))
     q = float_of(bits_of(size) | tl.where((code & SIGN_CODE) != 0, -2147483648, 0))  # -size would lose the sign of 0
     q = tl.where((magnitude > MAX_CODE) | (code >= 2 * SIGN_CODE), float("nan"), q)
@@ -291,7 +291,7 @@ def dequantize_kernel(
 
 @triton.jit
 def _store_largest(out, state, sizes):
-    """Add the largest of a program's magnitudes, int32 [...], to state; the last program writes the result to out."""
+    """Merge a program's largest magnitude, of int32 [...], into state; the last program writes the result to out."""
     tl.atomic_max(state, tl.max(sizes))
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(out, float_of(tl.atomic_xchg(state, 0)))
@@ -302,7 +302,7 @@ def _store_largest(out, state, sizes):
 def amax_kernel(x, up, out, state, count, SIZE: tl.constexpr, ROUNDED: tl.constexpr):
     """Write the largest finite magnitude of x [count] to out.  A program reads SIZE elements.
 
-    ROUNDED: x is rounded to bfloat16 first.  up: [count] or None; if given, silu(x) * up counts, both bf16.  state:
+    ROUNDED: x is rounded to bfloat16 first.  up: [count] or None; if given, silu(x) * up is read, both bf16.  state:
     int32 [2], 0 before and after: the bits of the largest so far, and the number of programs that have added theirs.
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
@@ -316,7 +316,7 @@ def amax_kernel(x, up, out, state, count, SIZE: tl.constexpr, ROUNDED: tl.conste
 
 @triton.jit
 def _sums_and_differences(y, HALF: tl.constexpr):
-    """16 tensors -> in place of each pair that stands ``HALF`` apart, its sum and its difference."""
+    """Replace each pair of the 16 tensors y that is ``HALF`` apart with its sum and its difference."""
     out = ()
     for place in tl.static_range(16):
         if place & HALF == 0:
@@ -328,7 +328,7 @@ def _sums_and_differences(y, HALF: tl.constexpr):
 
 @triton.jit
 def _sums_and_differences_of_rows(y, HALF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A tensor [ROWS, COLS] -> in place of each pair of rows that stand ``HALF`` apart, their sum and difference."""
+    """Replace each pair of rows of y [ROWS, COLS] that is ``HALF`` apart with its sum and its difference."""
     pairs = tl.permute(tl.reshape(y, (ROWS // HALF // 2, 2, HALF, COLS)), (0, 2, 3, 1))
     first, second = tl.split(pairs)
     pairs = tl.join(first + second, first - second)
@@ -348,7 +348,7 @@ def hadamard_kernel(
     x and out have strides of their own.  PARTS: how many times 16 elements a group has.  SIGNS: bit i is set if element
     i of a group changes its sign.  FACTOR: what sums are multiplied by.  EVEN: tiles cover x exactly.
     Elements i, i + 16, ... of groups are the rows of a tensor [ROWS, COLS].  A thread has the same part of all 16
-    tensors, so for groups of 16 threads exchange nothing.
+    tensors, so threads exchange nothing for groups of 16.
     """
     # fmt: on
     tiles = tl.cdiv(cols, COLS)
@@ -384,7 +384,7 @@ def hadamard_kernel(
 
 @triton.jit
 def swiglu_backward_kernel(grad, gate, up, grad_gate, grad_up, count, SIZE: tl.constexpr):
-    """Gradients of SIZE elements of gate and up [count] from that of silu(gate) * up, all bf16.
+    """Gradients of SIZE elements of gate and up [count] from the gradient of silu(gate) * up, all bf16.
 
     It rounds where torch's operators round, and fuses where torch's kernel does: in 1 + x (1 - s).
     """

@@ -1,6 +1,6 @@
-"""How a cast is launched: which forms together, for what the kernel is compiled, and in which tiling.
+"""Decides how a cast is launched: which forms go together, what the kernel is compiled for, and the tiling.
 
-All of it follows from the kinds of the forms, and is worked out once for each set of kinds.
+All of this follows from the kinds of the forms, and is worked out once for each set of kinds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ COLS = 128
 class Tiling(NamedTuple):
     """How a program walks through its tile of x.
 
-    chunk: the rows that it has in registers at once.  rows: those that it casts in all if no block is higher than a
-    chunk; otherwise it casts one row of blocks.
+    chunk: the rows that it has in registers at once.  rows: all rows that it casts if no block is taller than a chunk;
+    otherwise it casts one row of blocks.
     """
 
     chunk: int
@@ -41,13 +41,13 @@ class Tiling(NamedTuple):
         return f"{self.chunk}{f' of {self.rows}' if self.rows > 32 else ''} x {self.warps}"
 
 
-#: By the longest side of a block.  That of 128 was the fastest of eight on an H200, for codes along either dim and for
-#: both (benchmarks/results/2026-11-26-gpu-h200.md).  The others were chosen without a GPU, by counts of the compiled
-#: code: of the tilings that leave an SM 16 warps, one that issues few instructions per element.
+#: Tilings by the longest side of a block.  The one for 128 was the fastest of eight on an H200, for codes along either
+#: dim and for both (benchmarks/results/2026-11-26-gpu-h200.md).  The others were chosen without a GPU, by counts of the
+#: compiled code: of the tilings that leave an SM 16 warps, one that issues few instructions per element.
 TILINGS = {
     128: Tiling(32, 4),
     32: Tiling(32, 8),
-    16: Tiling(16, 4, 64),  # with 16 rows only, a program would spend a fifth of its work on finding its place
+    16: Tiling(16, 4, 64),  # with only 16 rows, a program would spend a fifth of its work finding its position
 }
 ANY = Tiling(32, 4)  # for other blocks
 STOCHASTIC = Tiling(16, 4)  # for blocks of 128; random bits take registers
@@ -58,12 +58,12 @@ FOUR_OVER_SIX = Tiling(16, 8)
 # For SwiGLU's product in blocks of 128, rounded to nearest.
 PRODUCT = Tiling(32, 8)
 
-#: Elements to which an instruction converts float32: from compute capability 8.9, and from 10.0.
+#: Elements that an instruction converts float32 to, from compute capability 8.9 and from 10.0.
 FP8, FP8_AND_FP4 = (E4M3, E5M2), (E4M3, E5M2, E2M1)
 
 
 class Kind(NamedTuple):
-    """What a kernel needs to know of a form.  text: ``Form.text``.  phase: col0 & 7 of the random bits, or -1."""
+    """What a kernel needs to know about a form.  text: ``Form.text``.  phase: col0 & 7 of the random bits, or -1."""
 
     text: str
     phase: int
@@ -83,7 +83,7 @@ class Launch(NamedTuple):
     """One launch.
 
     forms: the cast's forms that it writes.  specs: what the kernel is compiled for.  twins: whether one cast is stored
-    twice.  rows: of a program.  covered: tensors whose rows are a multiple of this have no ragged edge, beyond which
+    twice.  rows: per program.  covered: tensors whose rows are a multiple of this have no ragged edge, beyond which
     scales are 0.  registers: the most that a thread may have, or None.
     """
 
@@ -100,8 +100,8 @@ class Launch(NamedTuple):
 def launches(kinds: tuple[Kind, ...], product: bool, converts: tuple[Element, ...]) -> list[Launch]:
     """The launches of a cast into forms of these kinds.
 
-    A launch writes two forms, unless both have blocks higher than a chunk and of different heights.
-    product: whether SwiGLU's product is cast.  converts: the elements to which the device has instructions.
+    A launch writes two forms, unless both have blocks taller than a chunk and of different heights.
+    product: whether SwiGLU's product is cast.  converts: the elements that the device has instructions for.
     """
     made: list[Launch] = []
     first = 0
@@ -140,7 +140,7 @@ def _launch(forms: slice, kinds: Sequence[Kind], product: bool, converts: Sequen
     rows = max(tall, default=max(chosen.rows, chosen.chunk))
     two = len(kinds) == 2 and not twins
     covered = TILE_ROWS if _swizzled(kinds) else rows
-    # random bits would take more and leave an SM too few warps
+    # otherwise random bits would take more and leave an SM too few warps
     registers = 128 if any(kind.phase >= 0 for kind in kinds) else None
     return Launch(forms, (specs[0], specs[1] if two else None), twins, rows, covered, chosen, registers)
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """The steps of a cast on tiles in registers, for triton_kernels.py: reading x, grids, scales and random bits.
 
-They give the bits of grid.py, scales.py and rounding.py in quant/casts.  Three rules make sure of it: divisions are
+They give the bits of grid.py, scales.py and rounding.py in quant/casts.  Three rules ensure this: divisions are
 ``tl.div_rn`` (``/`` is approximate on a GPU), products and sums are not fused (kernels are launched with
 ``enable_fp_fusion=False``), and magnitudes are compared by their bit patterns, which also order NaN.
 """
@@ -16,17 +16,17 @@ from triton.language.extra.cuda import libdevice
 
 
 class FormSpec(NamedTuple):
-    """What a kernel is compiled for in one form: a cast.Form as plain constants.
+    """A cast.Form as the plain constants that a kernel is compiled for.
 
-    block_rows, block_cols: powers of two; by_rows: parts of whole rows, whose scales are given.
+    block_rows, block_cols: powers of two.  by_rows: blocks are parts of whole rows, whose scales are inputs.
     mantissa .. sign_code: of the element.  code_*: of the element in which codes are written, which is the carrier for
-    operands.  saturates: as Format has it.  sixth: 1 / largest in float32.  carry: what makes a mantissa above that of
-    largest carry into the exponent, for scales that are rounded up, else 0.
+    operands.  saturates: as in Format.  sixth: 1 / largest in float32.  carry: what makes a mantissa above largest's
+    carry into the exponent, for scales that are rounded up, else 0.
     hardware: "e4m3" or "e5m2" if the device has an instruction that converts to codes, "e2m1" if it has one that
     converts to pairs of codes, else "".
     clamps: the instruction also clamps to the largest value.  direct: it also rounds.  transposed: codes are stored
-    by columns.  twins: codes and scales are stored along the other dim, too.  packed, each: as Form has
-    them.  phase: col0 & 7 of the random bits, -1 to round to nearest.
+    column-major.  twins: codes and scales are stored along the other dim, too.  packed, each: as in Form.
+    phase: col0 & 7 of the random bits, -1 to round to nearest.
     """
 
     block_rows: int
@@ -59,8 +59,8 @@ class How(NamedTuple):
     """How x is read.
 
     even: tiles cover it exactly.  rounded: to bfloat16 first.  kept: the number of rows that a program's threads read
-    at once, 16 elements each; a thread alone has every kept-th row of its columns of a chunk.  alike: both forms have
-    the same random bits.
+    at once, 16 elements each; one thread has every kept-th row of its columns in a chunk.  alike: both forms have the
+    same random bits.
     """
 
     even: bool
@@ -116,21 +116,21 @@ def exponential(x):
 
 @triton.jit
 def silu(x):
-    """x / (1 + exp(-x)) of bfloat16 numbers, rounded to one: float32 [...]."""
+    """x / (1 + exp(-x)) of bfloat16 numbers, rounded to bfloat16: float32 [...]."""
     return to_bfloat16(tl.div_rn(x, 1.0 + exponential(-x)))
 
 
 @triton.jit
 def swiglu(gate, up):
-    """silu(gate) * up of bfloat16 numbers, each rounded to one: float32 [...]."""
+    """silu(gate) * up of bfloat16 numbers, each rounded to bfloat16: float32 [...]."""
     return to_bfloat16(silu(gate) * up)
 
 
 @triton.jit
 def read(source, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
-    """A chunk [ROWS, COLS] of what is cast, from (row, col): float32, 0 outside.
+    """Read a chunk [ROWS, COLS] of what is cast, from (row, col): float32, 0 outside.
 
-    source: x [rows, cols] and its row stride, and the same of ``up``, by which silu(x) is multiplied, or None.
+    source: x [rows, cols] and its row stride, and the same for ``up``, which multiplies silu(x), or None.
     """
     x, x_stride, up, up_stride = source
     mask = None if HOW.even else within(row, col, rows, cols, ROWS, COLS)
@@ -159,7 +159,7 @@ def _last_bit(size, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
 
 @triton.jit
 def round_nearest(size, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
-    """|x|, at most the element's largest, to its grid, ties to even: float32 [...]; NaN stays."""
+    """Round |x|, at most the element's largest, to its grid, ties to even: float32 [...]; NaN stays."""
     c = float_of(_last_bit(size, MANTISSA, EMIN))
     return (size + c) - c
 
@@ -174,10 +174,10 @@ def encode_nearest(size, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
 
 @triton.jit
 def round_stochastic(size, increments, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
-    """|x| to a neighbour on an element's grid, continued beyond its largest: float32 [...]; NaN gives anything.
+    """Round |x| to a neighbour on an element's grid, continued beyond its largest: float32 [...]; NaN gives anything.
 
-    increments: from ``increments_of``.  |x| rounds up if adding them carries into a grid step; the bits below are cut
-    off.  Below 2**EMIN all steps are equal, so 2**EMIN is added first, rounded up to keep |x| above its draw.
+    increments: from ``increments_of``.  |x| rounds up if adding them carries into a grid step; the bits below are
+    dropped.  Below 2**EMIN all steps are equal, so 2**EMIN is added first, rounded up to keep |x| above its draw.
     """
     TINY: tl.constexpr = 2.0**EMIN
     low = tl.where(size < TINY, TINY, 0.0)
@@ -187,7 +187,7 @@ def round_stochastic(size, increments, MANTISSA: tl.constexpr, EMIN: tl.constexp
 
 @triton.jit
 def magnitudes(x, FINITE: tl.constexpr):
-    """The bits of |x|; with FINITE, 0 in place of NaN and infinities: int32 [...]."""
+    """The bits of |x|; with FINITE, NaN and infinities become 0: int32 [...]."""
     sizes = bits_of(x) & MAGNITUDE
     return tl.where(sizes < INFINITY, sizes, 0) if FINITE else sizes
 
@@ -222,7 +222,7 @@ def no_sizes(F: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
 def sizes_of(x, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HOW: tl.constexpr):
     """Largest magnitudes of a chunk x [ROWS, COLS] of taller blocks: int32 bits in the shape of ``block_amax``.
 
-    For blocks of one column [HOW.kept, COLS], since threads have not compared their rows yet.
+    For blocks of one column, it is [HOW.kept, COLS], since threads have not compared their rows yet.
     """
     KEPT: tl.constexpr = HOW.kept
     sizes = magnitudes(x, False)
@@ -247,7 +247,7 @@ def tensor_scales(amax, F: tl.constexpr):
 
 @triton.jit
 def block_scales(amax, tensor, F: tl.constexpr):
-    """Of each block, encode, the scale to store, and decode: int32 bits [...] -> float32 [...] x 3.
+    """Encode, the scale to store, and decode of each block: int32 bits [...] -> float32 [...] x 3.
 
     tensor: from ``tensor_scales``.
     """
@@ -265,7 +265,7 @@ def block_scales(amax, tensor, F: tl.constexpr):
     else:
         encode = divide(tl.full(amax.shape, F.largest, tl.float32), float_of(amax))
         if F.scale == "fp32_pow2":
-            # the mask would leave 0 of a subnormal number, which only E2M5 reaches
+            # the mask would turn a subnormal number, which only E2M5 reaches, into 0
             encode = float_of(bits_of(tl.maximum(encode, FLOAT32_TINY)) & INFINITY)
         scale = divide(tl.full(amax.shape, 1.0, tl.float32), encode)
         scale = tl.where(amax > 0, scale, 0.0)
@@ -315,9 +315,9 @@ def now_of(iteration, row0, F: tl.constexpr):
 def increments_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """What to add to the bits of |x| so that they carry into the next grid step if |x| rounds up: int32 [ROWS, COLS].
 
-    |x| rounds up if draw + 1/2 is less than 2**16 times its distance from the lower grid value; draws are 16-bit
-    integers, for elements from (row, col) of x on.  words: the two words of the key, col0 >> 3 (F.phase is the rest)
-    and ``now_of``, all as int32 bit patterns, and a pointer to rounding.py's Rows, or None.
+    |x| rounds up if draw + 1/2 is less than 2**16 times its distance from the lower grid value.  Draws are 16-bit
+    integers, for the elements of x from (row, col) on.  words: the two words of the key, col0 >> 3 (F.phase is the
+    rest) and ``now_of``, all as int32 bit patterns, and a pointer to rounding.py's Rows, or None.
     """
     key0, key1, group0, now, pieces = words
     row0_low, row0_high, iteration = now
@@ -350,7 +350,7 @@ def increments_of(row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl
 def rounded(size, row, col, words, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """|x| at (row, col) rounded to the element's grid by the form's rule: float32 [ROWS, COLS].
 
-    NaN stays if values are made, else it may become anything.  words: as in ``increments_of``.
+    NaN stays if the output is values, else it may become anything.  words: as in ``increments_of``.
     """
     if F.phase >= 0:
         q = round_stochastic(size, increments_of(row, col, words, F, ROWS, COLS), F.mantissa, F.emin)

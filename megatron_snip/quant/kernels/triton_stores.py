@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""Stores of a cast, for triton_kernels.py: codes, scales, and the count of saturated elements.
+"""Stores a cast's results, for triton_kernels.py: codes, scales, and the count of saturated elements.
 
 If a form has twins, its codes and scales are stored along the other dim, too.  cast.py defines the layouts.
 """
@@ -27,8 +27,8 @@ E4M3_OF_FLOATS, E5M2_OF_FLOATS = (tl.constexpr(_CONVERT % (name, name)) for name
 def fp8_codes(x, CONVERT: tl.constexpr):
     """Codes of float32 [...] by ``_CONVERT`` for an element, to nearest even, saturating: uint8 [...]; NaN stays NaN.
 
-    Triton's own cast has halves of registers in its PTX.  Where codes are stored twice, ptxas of CUDA 12.8 (Triton 3.6)
-    reads two of them before they are written: columns 1 and 5 of every 16 are then those of the chunk before.
+    Triton's own cast has halves of registers in its PTX.  If codes are stored twice, ptxas of CUDA 12.8 (Triton 3.6)
+    reads two of them before they are written, so columns 1 and 5 of every 16 come from the previous chunk.
     """
     return tl.inline_asm_elementwise(CONVERT, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
 
@@ -82,7 +82,7 @@ def pairs_of_e2m1(low, high):
 def store_codes(codes, which, place, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Write the codes uint8 [ROWS, COLS] of a tile at (row, col) of [rows, cols]: those in ``which``, or all for None.
 
-    Packed codes are written by pairs, all that are inside; they may be float32 that an instruction converts to pairs.
+    Packed codes are written in pairs, all that are inside; they may be float32 that an instruction converts to pairs.
     """
     _store_along(codes, which, place[0], row, col, rows, cols, F.transposed, F.packed, ROWS, COLS)
     if F.twins:
@@ -133,16 +133,16 @@ def count_saturated(y, saturated, SATURATION: tl.constexpr):
 def store_scales(
     scale, has_nan, place, row, col, rows, cols, F: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Write scales float32 [row blocks, 1, column blocks, 1], of [ROWS, COLS] elements at (row, col) of [rows, cols].
+    """Write scales float32 [row blocks, 1, column blocks, 1] of [ROWS, COLS] elements at (row, col) of [rows, cols].
 
-    has_nan: of the same shape, whether a block holds a NaN.
+    has_nan: whether a block contains a NaN, of the same shape.
     """
     _, scales, _, _, scale_row, scale_col, twin = place
     if F.output == "swizzled":
         if F.packed:
             bytes_ = tl.where(has_nan, _E4M3_NAN, encode_nearest(scale, 3, -6))
         else:
-            bytes_ = bits_of(scale) >> 23  # of 2**-127, which is subnormal, and of 0 it is 0
+            bytes_ = bits_of(scale) >> 23  # 0 for 2**-127, which is subnormal, and for 0
         _store_swizzled(bytes_, scales, row, col, rows, cols, F.transposed, F, ROWS, COLS)
         if F.twins:
             _store_swizzled(bytes_, twin[1], row, col, rows, cols, not F.transposed, F, ROWS, COLS)
@@ -165,9 +165,9 @@ def _store_floats(
     scale, scales, row, col, rows, cols, row_stride, col_stride,
     PADDED: tl.constexpr, NR: tl.constexpr, NC: tl.constexpr,
 ):
-    """Write scales [NR, NC] at (row, col) of [rows, cols], all in blocks.
+    """Write scales [NR, NC] at (row, col) of [rows, cols], all counted in blocks.
 
-    PADDED: the dim along which zeros follow the last block up to a multiple of 4, or -1.
+    PADDED: the dim along which zeros pad the blocks to a multiple of 4, or -1.
     """
     tl.store(tile(scales, row, col, row_stride, col_stride, NR, NC), scale, mask=within(row, col, rows, cols, NR, NC))
     if PADDED == 1:
@@ -187,7 +187,7 @@ def _store_swizzled(
 ):
     """Write one-byte scales, int32 [row blocks, 1, column blocks, 1], into swizzled.py's tiles.
 
-    A scale is repeated if its block is larger than what shares a scale there.  Beyond the edges scales are 0: programs
+    A scale is repeated if its block is larger than what shares a scale there.  Scales beyond the edges are 0: programs
     reach as far as tiles do, or further along the reduction dim.
     """
     DOWN: tl.constexpr = F.block_rows // (F.each if TRANSPOSED else 1)

@@ -1,1 +1,1 @@
-"""A group of linears that read one input: its three GEMMs, and the backends that run them."""
+"""Runs quantised linears in groups that read one input: their three GEMMs, and the backends for these."""

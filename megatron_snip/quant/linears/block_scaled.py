@@ -1,16 +1,16 @@
-"""The ``blackwell`` backends: tensor cores that apply a scale every 32 or 16 elements themselves.
+"""The ``blackwell`` backends, for tensor cores that themselves apply a scale every 32 or 16 elements.
 
 MX      E4M3 elements, with an E8M0 scale every 32 along the reduction dim.  Narrower elements are written as E4M3.  A
         power-of-two scale of 1x128 or 128x128 is the same scale four times, so `fp8_pow2` and `fp4_pow2` run here, too.
 NVFP4   E2M1 elements, two to a byte, with an E4M3 scale every 16 under a float32 scale of the tensor.  16x16 blocks of
         weights repeat their scale.
 
-Compute capability 12 (RTX 50, RTX PRO) multiplies the same operands: cuBLASLt reads the same layouts there, and before
-13.6 takes only operands that both lie along the reduction dim (pytorch/pytorch#198126), as ours always do.
+Compute capability 12 (RTX 50, RTX PRO) multiplies the same operands: cuBLASLt reads the same layouts there.  Before
+13.6, both operands must be contiguous along the reduction dim (pytorch/pytorch#198126), as ours always are.
 
-Codes and scales are the specification's, bit for bit.  Casts write them as cuBLASLt reads them (cast.py's output
-"swizzled"), so this module only makes views.  Blackwell cannot apply float32 scales that are not powers of two: `fp8`
-and `fp4` are emulated there.
+Codes and scales are the specification's, bit for bit.  Casts write them in cuBLASLt's layout (cast.py's output
+"swizzled"), so this module only makes views.  Blackwell cannot apply float32 scales that are not powers of two, so
+`fp8` and `fp4` are emulated there.
 Source: torch.nn.functional.scaled_mm; cuBLAS 12.8, "1D Block Scaling Factors Layout".
 
 NOT YET RUN ON A GPU: layouts are checked against PyTorch's own shape rules, values against the emulation.
@@ -35,20 +35,20 @@ _MX_BLOCK, _NVFP4_BLOCK = 32, 16
 
 class _Blackwell(Backend):
     def unfit_device(self, device: torch.device) -> str | None:
-        """Why this is no Blackwell GPU, or None."""
+        """Why this is not a Blackwell GPU, or None."""
         return unfit_gpu(device, "Blackwell", [(10, 0), (12, 0)], (12, 8))
 
     def unfit_sizes(self, fmt: Format, sizes: Sizes) -> str | None:
-        """Which size is not a multiple of 32, or None.  32 E2M1 codes, two to a byte, fill the 16 bytes it needs."""
+        """Which size is not a multiple of 32, or None.  32 E2M1 codes, two to a byte, fill the required 16 bytes."""
         return no_multiple(sizes, _MX_BLOCK)
 
     def output(self, role: str, *, kept: bool) -> Output:
-        """What its tensor cores read.  It has at most one byte per element, so it is kept, too."""
+        """What the tensor cores read.  It has at most one byte per element, so it is kept, too."""
         return "swizzled"
 
 
 class MX(_Blackwell):
-    """The backend of MX formats."""
+    """The backend for MX formats."""
 
     name = "blackwell (MXFP8 tensor cores, a scale every 32)"
 
@@ -74,7 +74,7 @@ class MX(_Blackwell):
 
 
 class NVFP4(_Blackwell):
-    """The backend of NVFP4."""
+    """The backend for NVFP4."""
 
     name = "blackwell (NVFP4 tensor cores, a scale every 16)"
 
@@ -102,7 +102,7 @@ class NVFP4(_Blackwell):
 
 
 def _as_read(operand: Operand, dim: int, codes: torch.dtype, scales: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A swizzled operand that is summed along ``dim``, as views: codes [outer, reduction] by rows, and scales, 1-D."""
+    """Views of a swizzled operand reduced along ``dim``: codes [outer, reduction], row-major, and 1-D scales."""
     data, tiles = operand.data, operand.scales
     assert operand.form is not None and operand.form.output == "swizzled" and tiles is not None
     if dim == 0:

@@ -1,4 +1,4 @@
-"""A linear implementation: each GEMM of a linear runs on the first backend of a list that can run it."""
+"""A linear implementation that runs each GEMM on the first backend of a list that can run it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PLAIN = Emulated()  # for bf16; it multiplies the tensors themselves
 
 
 class ByGemm:
-    """Linears by a list of backends, the best first.
+    """Runs linears with a list of backends, best first.
 
     A subclass may run some linears whole: `backends` returns none for them, and `run_whole` runs them.  Linears with an
     observer must have backends, because the observer sees the operands of their GEMMs.
     """
 
-    compiles = True  # whether a compiled block may have its linears
+    compiles = True  # whether a compiled block may contain its linears
 
     def __init__(self, *backends: Backend) -> None:
         self._list = backends
-        # every call of a linear asks
+        # cached, because every call of a linear asks
         self._chosen = cache(self._choose)
         #: Precision, device -> why it cannot run there, or None.
         self.refusal = cache(self._refuse)
@@ -38,7 +38,7 @@ class ByGemm:
         return next((why for backend, why in found if backend is None), None)
 
     def backends(self, call: LinearCall, device: torch.device, *sizes: int) -> Backends:
-        """The backend of each GEMM of a linear of these ``Sizes``, or none if `run_whole` runs it.
+        """The backend for each GEMM of a linear of these ``Sizes``, or none if `run_whole` runs it.
 
         Raises UserError if no backend of the list can run a GEMM.
         """
@@ -53,11 +53,11 @@ class ByGemm:
         return run_group([x], [w], Group([call.on(backends)]))[0]
 
     def run_whole(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [..., K], w [N,K] -> y [..., N], for linears of which `backends` returns none."""
+        """x [..., K], w [N,K] -> y [..., N], for linears that have no backends."""
         raise NotImplementedError
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
-        """Format -> the name of what multiplies its GEMMs; if they are emulated, also why."""
+        """Map each format to the name of what multiplies its GEMMs; if they are emulated, also say why."""
         told = {}
         for name in dict.fromkeys(getattr(precision, gemm) for gemm in GEMMS):
             backend, why = self._first(name, device, sizes)
@@ -78,7 +78,7 @@ class ByGemm:
     def _first(self, name: str, device: torch.device, sizes: Sizes | None = None) -> tuple[Backend | None, str]:
         """The first backend that runs a format here, and why earlier ones do not.
 
-        Reasons of backends that take the format on no device count only if there are no others.
+        Reasons from backends that never take the format count only if there are no others.
         """
         fmt = get_format(name)
         if not fmt.quantised:

@@ -1,6 +1,6 @@
-"""tp's collectives of tokens, which begin before a GEMM and are waited for after it.
+"""Tensor-parallel collectives over tokens, which start before a GEMM and are waited for after it.
 
-Shapes: T tokens, t of them of this rank, C channels.
+Shapes: T tokens, t of them on this rank, C channels.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter
 
 
 def start_gather(part: Tensor, axis: Axis, *, async_op: bool = True) -> Callable[[], Tensor]:
-    """Begin to gather the rows [t, C] of each rank; the returned function waits for the whole [T, C].
+    """Start an all-gather of each rank's rows [t, C]; the returned function waits for the whole [T, C].
 
-    The whole has the layout of the parts.  Parts that are contiguous by columns cost a copy.
-    async_op: False if torch.compile may trace the call; it knows only synchronous collectives.
+    The whole has the layout of the parts.  Column-major parts cost a copy.
+    async_op: False if torch.compile may trace the call; it supports only synchronous collectives.
     """
     columns_first = not part.is_contiguous()
     flat = part.T if columns_first else part
@@ -41,7 +41,7 @@ def start_gather(part: Tensor, axis: Axis, *, async_op: bool = True) -> Callable
 
 
 def start_sum(x: Tensor, axis: Axis, *, scatter: bool, async_op: bool = True) -> Callable[[], Tensor]:
-    """Begin to add up partial sums x [T, C] over tp; x may be overwritten.
+    """Start summing partial sums x [T, C] over tp; x may be overwritten.
 
     The returned function waits for the sum [T, C], or with ``scatter`` for this rank's rows [t, C] of it.
     """

@@ -1,4 +1,4 @@
-"""The ``emulated`` backend: it dequantises operands and multiplies in the compute dtype, on any device."""
+"""The ``emulated`` backend, which dequantises operands and multiplies in the compute dtype, on any device."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class Emulated(Backend):
         return "codes" if kept else "values"
 
     def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
-        """A GEMM of the operands [R, C] dequantised to ``dtype``, in dtype ``out``."""
+        """Multiply the operands [R, C], dequantised to ``dtype``, with a result in dtype ``out``."""
         return product(gemm, values(a, dtype), values(b, dtype), out)

@@ -1,7 +1,7 @@
-"""Linears that Transformer Engine runs where it can, and backends where it cannot.
+"""A linear implementation that runs Transformer Engine where it can, and backends where it cannot.
 
-Transformer Engine runs the three GEMMs of a linear together, so this is decided for each linear: by its formats, the
-device, and its sizes.
+Transformer Engine runs the three GEMMs of a linear together, so the choice is made per linear, from its formats, the
+device and its sizes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_snip.quant.linears.transformer_engine import TransformerEngine, mi
 
 
 class EngineFirst(ByGemm):
-    """A linear implementation.
+    """Runs linears with Transformer Engine first.
 
-    formats: those that Transformer Engine is asked for.  backends: what runs the rest.  asked: the user named
-    Transformer Engine, and is told why it does not run a linear, even if it is not installed.
+    formats: the ones to try with Transformer Engine.  backends: run the rest.  asked: whether the user named
+    Transformer Engine; ``runs`` then says why it does not run a linear, even if it is not installed.
     """
 
     compiles = False
@@ -30,11 +30,11 @@ class EngineFirst(ByGemm):
     def __init__(self, formats: Collection[str], *backends: Backend, asked: bool = False) -> None:
         super().__init__(*backends)
         self._formats, self._engine, self._asked = {*formats, "bf16"}, TransformerEngine(), asked
-        #: Why Transformer Engine does not run a precision on a device at ``Sizes``, or None: asked at every call.
+        #: Why Transformer Engine does not run a precision on a device at ``Sizes``, or None; cached for every call.
         self._unfit = cache(self._why)
 
     def backends(self, call: LinearCall, device: torch.device, *sizes: int) -> Backends:
-        """The backend of each GEMM, or none if Transformer Engine runs this call of a linear.
+        """The backend for each GEMM, or none if Transformer Engine runs this call of a linear.
 
         If it does not, its copy of the weight is dropped, because the weight may change before it runs again.
         """
@@ -48,7 +48,7 @@ class EngineFirst(ByGemm):
         return self._engine(x, w, call)
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
-        """What multiplies the GEMMs of each format, and where that is news, why not Transformer Engine."""
+        """What multiplies the GEMMs of each format and, if that may surprise, why not Transformer Engine."""
         names = dict.fromkeys(getattr(precision, gemm) for gemm in GEMMS)
         if (why := self._unfit(precision, device, sizes)) is None:
             return dict.fromkeys(names, "Transformer Engine")

@@ -1,19 +1,21 @@
-"""Forward and backward of a group: linears that read one input, with tp's collectives beside their GEMMs.
+"""Runs forward and backward of a group of linears that read one input, with tp's collectives alongside their GEMMs.
 
     forward    cast this rank's rows; gather codes and scales, or the rows themselves for bf16; multiply
     backward   gather what wgrad reads   while  each linear runs dgrad
                sum the input's gradient  while  each linear runs wgrad
 
-A lone linear is a group of one.  All linears run ``forward`` and ``backward``: `_Linears` calls them in eager mode, and
-the operator of linear_op.py calls them in compiled blocks.
+A single linear is a group of one.  All linears run ``forward`` and ``backward``: `_Linears` calls them in eager mode,
+and the operator in linear_op.py calls them in compiled blocks.
 
 The input is x, or SwiGLU's product silu(gate) * up (arXiv 2002.05202), which is not stored if the cast can compute it.
 Forward casts the input once for fprop and wgrad, and keeps only what wgrad reads: codes, or the input itself if wgrad
-is in bf16 or an observer looks.  Under sequence parallelism, each rank keeps its own rows.  It casts them before the
-all-gather if all linears want one form and the bits stay those of casting the whole: nothing rounds stochastically, and
-blocks and tiles of swizzled scales end where the rank's rows end.
+is in bf16 or there is an observer.
+
+Under sequence parallelism, each rank keeps its own rows.  It casts them before the all-gather if all linears read one
+form and the bits match a cast of the whole input: nothing rounds stochastically, and the rank's rows are whole blocks
+and whole tiles of swizzled scales.
 Source of the order: Megatron-LM's ColumnParallelLinear, arXiv 2205.05198.
-Shapes: T tokens, t of them of this rank, K input and N output channels.
+Shapes: T tokens, t of them on this rank, K input and N output channels.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from megatron_snip.quant.linears.operands import Casts, LinearCall, Operands, un
 
 
 class Group(NamedTuple):
-    """Linears that read the same input, in their present precision.
+    """Linears that read the same input, in their current precision.
 
     axis: tp, over which the input's gradient is summed; None if no other rank reads the input.
-    gathers: whether each rank has a part of the input's rows.  reduce_part: the amax of this part -> the amax of the
-    whole input; the calls' own ``reduce_amax`` is that of the gathered rows.
+    gathers: whether each rank has a part of the input's rows.  reduce_part: maps the amax of this part to that of the
+    whole input; the calls' own ``reduce_amax`` is for the gathered rows.
     """
 
     calls: Sequence[LinearCall]
@@ -54,7 +56,7 @@ class Group(NamedTuple):
         return [call for call in self.calls if call.observer is not None] != []
 
     def wanted(self, gemm: str, *, kept: bool) -> list[Form | None]:
-        """The form of the input for a GEMM of each linear."""
+        """The form of the input that each linear's GEMM reads."""
         return [call.wanted(gemm, "input", kept=kept) for call in self.calls]
 
     def wanted_later(self) -> list[Form | None]:
@@ -64,9 +66,9 @@ class Group(NamedTuple):
         ]
 
     def cast_as(self, wanted: Sequence[Form | None], rows: int) -> Sequence[Form | None]:
-        """The forms, each once, in which this rank casts its ``rows`` of the input for linears that want these.
+        """The distinct forms that this rank casts its ``rows`` of the input to, for linears that read ``wanted``.
 
-        Before an all-gather there is one form: codes of two formats would be more bytes than the rows (None).
+        Before an all-gather there is one form, because codes of two formats would be more bytes than the rows (None).
         """
         forms = wanted if len(wanted) == 1 else list(dict.fromkeys(wanted))
         if not (self.gathers and forms):
@@ -82,7 +84,7 @@ class Group(NamedTuple):
         return [form.held("codes") if form.output == "values" else form]
 
     def kept_as(self, rows: int, *, needs_wgrad: bool) -> Sequence[Form | None]:
-        """The forms in which ``rows`` of the input are kept for backward: wgrad's, and the rows for an observer."""
+        """The forms of ``rows`` of the input to keep for backward: wgrad's, and the rows themselves for an observer."""
         kept = self.cast_as(self.wanted_later(), rows) if needs_wgrad else []
         return [*kept, None] if self.observed and None not in kept else kept
 
@@ -90,11 +92,11 @@ class Group(NamedTuple):
 def forward(
     inputs: Sequence[Tensor], ws: Sequence[Tensor], group: Group, *, needs_wgrad: bool
 ) -> tuple[list[Tensor], list[Operand]]:
-    """x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each linear, and the input in each form of ``kept_as``."""
+    """Run fprop: x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each linear, and the input as ``kept_as`` says."""
     x, rows = inputs[0], len(inputs[0])
     wanted, kept_as = group.wanted("fprop", kept=False), group.kept_as(rows, needs_wgrad=needs_wgrad)
     now = group.cast_as(wanted, rows)
-    later = group.calls[0].forward_only  # the forward that runs again will cast for backward
+    later = group.calls[0].forward_only  # recomputation's forward will cast for backward
     forms = [*now, *([form for form in kept_as if form is None] if later else kept_as)]
     reduce_amax = group.reduce_part if group.gathers else group.calls[0].reduce_amax.get("input")
     made = _cast(inputs, forms, reduce_amax)
@@ -145,14 +147,14 @@ def backward(
             del grad
     finish: Callable[[], Tensor] | None = None
     if total is not None and axis is not None:
-        # the collective overwrites what an observer sees later
+        # cloned if an observer reads it later, because the collective overwrites it
         finish = start_sum(total.clone() if len(gs) == len(seen) == 1 else total, axis, scatter=group.gathers)
         total = None
     wholes = kept if wait is None else wait()
     x = next(one.data for one in wholes if one.form is None) if observed else None
     reads: Sequence[Operand | None] = [None] * len(gs)
     if needs_wgrad and len(gs) == len(wholes) == 1 and wholes[0].form is not None:
-        reads = wholes  # a lone linear keeps exactly what its wgrad reads, or makes that of
+        reads = wholes  # a single linear keeps exactly what its wgrad reads or recasts
     elif needs_wgrad:
         reads = _of_wholes(wholes, group.wanted_later(), group, dtype)
     grads_w = [_wgrad(gs[i], ws[i], group.calls[i], operands, reads[i], x, seen.get(i)) for i, operands in made.items()]
@@ -164,7 +166,7 @@ def backward(
 
 
 def _of_gradient(call: LinearCall, gemms: Sequence[str]) -> list[Form | None]:
-    """The forms into which a gradient is cast for these GEMMs; wgrad's may be made of dgrad's."""
+    """The forms that a gradient is cast to for these GEMMs; wgrad's may be made from dgrad's."""
     if "wgrad" in gemms and ("wgrad", "grad_output") in call.precision.sources:
         return [call.source("wgrad", "grad_output")]
     return [call.wanted(gemm, "grad_output") for gemm in gemms]
@@ -176,7 +178,7 @@ def _wgrad(
 ) -> Tensor | None:  # fmt: skip
     """The gradient of w [N,K], or None if it is not needed.  A GEMM that accumulates in float32 would go here.
 
-    made: ends with the cast of g [T,N]; read: that of the input, as kept.  x [T,K] and grad_x: what an observer sees.
+    made: ends with the cast of g [T,N].  read: the kept cast of the input.  x [T,K], grad_x: for an observer.
     """
     product: Callable[[], Tensor] | None = None
     if read is not None:
@@ -190,19 +192,19 @@ def _wgrad(
 
 
 def _cast(inputs: Sequence[Tensor], wanted: Sequence[Form | None], reduce_amax: ReduceAmax | None) -> list[Operand]:
-    """The input, x [R, C] or the product of gate and up, in each form: a kernel reads it once for all."""
+    """Cast the input, x [R, C] or the product of gate and up, to each form; a kernel reads it once for all forms."""
     up = inputs[1] if len(inputs) > 1 else None
     if len(wanted) == 1 or (len(wanted) == 2 and wanted[0] != wanted[1]):
         return cast(inputs[0], wanted, reduce_amax, up=up)
     forms = list(dict.fromkeys(wanted))
-    if len(forms) > 2:  # a kernel writes two consecutive forms per launch: put those of one format together
+    if len(forms) > 2:  # a kernel writes two consecutive forms per launch, so put those of one format together
         forms.sort(key=lambda form: "" if form is None else form.fmt.name)
     made = dict(zip(forms, cast(inputs[0], forms, reduce_amax, up=up), strict=True))
     return [made[form] for form in wanted]
 
 
 def _gather(parts: Sequence[Operand], group: Group) -> Callable[[], Sequence[Operand]]:
-    """Begin to gather operands' rows [t,K]; the returned function waits for the whole operands [T,K]."""
+    """Start gathering operands' rows [t,K]; the returned function waits for the whole operands [T,K]."""
     assert group.axis is not None
     waits = []
     for part in parts:
@@ -216,7 +218,7 @@ def _gather(parts: Sequence[Operand], group: Group) -> Callable[[], Sequence[Ope
 def _of_wholes(
     wholes: Sequence[Operand], wanted: Sequence[Form | None], group: Group, dtype: torch.dtype
 ) -> Sequence[Operand]:
-    """The whole input in each wanted form; ``wholes`` holds these forms or what they are made of."""
+    """The whole input in each wanted form; ``wholes`` holds these forms or what they are made from."""
     forms = [one.form for one in wholes]
     if forms == wanted:
         return wholes
@@ -225,15 +227,15 @@ def _of_wholes(
         if None in made:
             reduce_amax = group.calls[0].reduce_amax.get("input")
             made.update(zip(missing, _cast([made[None].data], missing, reduce_amax), strict=True))
-        else:  # values, of the codes that were sent
+        else:  # values, dequantised from the gathered codes
             made.update({form: Operand(form, values(wholes[0], dtype)) for form in set(missing)})
     return [made[form] for form in wanted]
 
 
 def _amaxes(gs: Sequence[Tensor], wanted: Sequence[Sequence[Form | None]], group: Group) -> list[Tensor | None]:
-    """The amax of each whole gradient of which gs [T,N] are shards, by one collective for all.
+    """The amax of each whole gradient, from its shard in gs [T,N], with one collective for all.
 
-    None for a gradient whose cast finds its amax itself.
+    None for a gradient whose cast finds its own amax.
     """
     reduce_amax, chosen = group.calls[0].reduce_amax.get("grad_output"), []
     if reduce_amax is not None and len(gs) > 1:
@@ -254,7 +256,7 @@ class _Linears(torch.autograd.Function):
     def forward(ctx: Any, group: Group, needs_wgrad: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         n = len(group.calls)
         inputs, ws, shape = tensors[:-n], tensors[-n:], tensors[0].shape
-        flat = len(shape) == 2  # views made here are no nodes of autograd's graph
+        flat = len(shape) == 2  # views made here are not nodes of autograd's graph
         rows = inputs if flat else [one.flatten(0, -2) for one in inputs]
         ys, kept = forward(rows, ws, group, needs_wgrad=needs_wgrad)
         ctx.group, ctx.needs_wgrad, ctx.shape, ctx.kept_as = group, needs_wgrad, shape, [one.form for one in kept]
@@ -272,7 +274,7 @@ def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.saved_tensors,
         len(grads),
         ctx.kept_as,
-    )  # once: a recomputation gives them no second time
+    )  # read once: recomputation provides them only once
     needs_inputs, first = ctx.needs_input_grad[2:-n], len(tensors) - 3 * len(forms)
     kept = [Operand(form, *tensors[i : i + 3]) for form, i in zip(forms, range(first, len(tensors), 3), strict=True)]
     gs = [g if g.ndim == 2 else g.flatten(0, -2) for g in grads]
@@ -284,9 +286,10 @@ def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def run_group(inputs: Sequence[Tensor], ws: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
-    """inputs: x [..., K] of t tokens, or gate and up of this shape, of which the linears read silu(gate) * up.
+    """Run a group of linears: y [..., N] of T tokens for each linear, in x.dtype, differentiable once.
 
-    ws [N,K] each, of x.dtype or float32 -> y [..., N] of T tokens for each linear, of x.dtype, differentiable once.
+    inputs: x [..., K] of t tokens, or gate and up of this shape if the linears read silu(gate) * up.  ws: [N,K] each,
+    in x.dtype or float32.
     """
     # here, because gradients are off inside the Function, and its needs_input_grad ignores an outer no_grad
     needs_wgrad = torch.is_grad_enabled() and ws[0].requires_grad

@@ -1,6 +1,6 @@
 """The quantised linear, and the table of its implementations.
 
-Tensors are plain: the amax of a DTensor would hide an all-reduce.
+It takes plain tensors, because the amax of a DTensor would hide an all-reduce.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_snip.quant.linears.scaled_mm import Hopper, RowWise
 from megatron_snip.quant.linears.transformer_engine import EXACT, FORMATS
 
 _BUILT_IN = Hopper(), MX(), NVFP4(), RowWise(), Emulated()  # every GEMM goes to the first that can run it
-#: Linear implementations by name, which ``quantized_linear``'s impl and --linear-impl take.
+#: Linear implementations by the name that ``quantized_linear``'s impl and --linear-impl take.
 LINEAR_IMPLS = {
     "auto": EngineFirst(EXACT, *_BUILT_IN),
     "emulated": ByGemm(Emulated()),
@@ -35,7 +35,7 @@ LINEAR_IMPLS = {
 
 
 def check_linear(impl: str, precision: LinearPrecision, device: torch.device) -> None:
-    """Raise UserError, naming the way out, if an implementation cannot run a precision on a device."""
+    """Raise UserError, which names alternatives, if an implementation cannot run a precision on a device."""
     if impl not in LINEAR_IMPLS:
         raise UserError(f"linear implementation {impl!r} is unknown; known: {', '.join(LINEAR_IMPLS)}")
     if reason := LINEAR_IMPLS[impl].refusal(precision, device):
@@ -62,10 +62,10 @@ def quantized_linear(
 
     w may be float32 if x is bfloat16 (a master weight): it is rounded to x.dtype first, and so is its gradient before
     it becomes float32.
-    key: the linear's own (stream = ``name_stream(name)``); its row0 is the global row of x's first token.  The key of
-    each operand is derived from it.  It may be None if nothing rounds stochastically.
+    key: the linear's own (stream = ``name_stream(name)``); its row0 is the global row of x's first token.  Each
+    operand's key is derived from it.  It may be None if nothing rounds stochastically.
     input_col0, output_col0: the global channels of the first columns of x and y, for tensor-parallel shards.
-    weight_casts: keeps the weight's casts until it changes.  reduce_amax: role -> a function from the amax of a shard
+    weight_casts: caches the weight's casts until it changes.  reduce_amax: role -> a function from the amax of a shard
     to that of the whole tensor, for formats that need it.
     Raises UserError for an unknown impl, one that cannot run the precision, shapes or dtypes that do not match, and a
     missing key.
@@ -91,9 +91,9 @@ def quantized_linear(
 
 
 def compiled_impl(impl: str) -> str:
-    """The implementation that linears have where blocks are compiled: auto's is without Transformer Engine.
+    """The implementation to use in compiled blocks; for auto, the one without Transformer Engine.
 
-    Raises UserError, naming the way out, if an implementation cannot be part of a compiled block.
+    Raises UserError, which names alternatives, if an implementation cannot be part of a compiled block.
     """
     if LINEAR_IMPLS[impl].compiles:
         return impl

@@ -1,10 +1,10 @@
 """A group of linears as a custom operator, torch.ops.megatron_snip.linears, for compiled blocks.
 
-The operator runs group.py's ``forward`` and ``backward`` with their collectives, and compilers do not look into it.  It
-looks up what changes from step to step (precision, backends, kept casts of the weight) when it runs, by a number for
-each linear (``handle_of``).  So a compiled graph survives a change of plans, and all blocks of a model share it.  The
-operator returns what backward needs of the input as outputs of unknown sizes.  The context is a tensor, because plain
-numbers would be compiled into the graph.
+The operator runs group.py's ``forward`` and ``backward`` with their collectives, and compilers do not trace into it.
+When it runs, it looks up what changes from step to step (precision, backends, cached casts of the weight) by a handle
+for each linear (``handle_of``).  So a compiled graph survives a change of plans, and all blocks of a model share it.
+The operator returns what backward needs of the input as outputs of unknown sizes.  The context is a tensor, because
+plain numbers would be compiled into the graph.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from megatron_snip.quant.linears.group import Group, backward, forward
 from megatron_snip.quant.linears.precision import LinearPrecision
 from megatron_snip.quant.linears.step_context import StepContext
 
-#: Parallel linears by their handles.  The first of a group knows all: ``group``, and how many ranks have a part
-#: each of the input's rows, ``parts``.
+#: Parallel linears by their handles.  The first of a group has ``group``, and ``parts``: how many ranks the input's
+#: rows are split over.
 _OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 #: Precisions of passes that set one for all linears (``StepContext.precision``), each with its number.
 _PRECISIONS: dict[LinearPrecision, int] = {}
-#: What an operand is kept as: its bytes as they lie in memory, its scales and its tensor scale, each 1-D.
+#: The dtypes of a kept operand: its bytes in memory order, its scales and its tensor scale, each 1-D.
 _KEPT = (torch.uint8, torch.float32, torch.float32)
 
 
 def handle_of(owner: Any) -> Tensor:
-    """A number for a linear, int64 [1] on the CPU.  With a plain number, each linear would compile its own graph."""
+    """A handle for a linear, int64 [1] on the CPU.  With plain numbers, each linear would compile its own graph."""
     _OWNERS[id(owner)] = owner
     return torch.tensor([id(owner)])
 
 
 def pack(context: StepContext) -> Tensor:
-    """The context of a microbatch without observers: int64 [4], or [8] if its key has rows, on the CPU."""
+    """Pack the context of a microbatch without observers: int64 [4], or [8] if its key has rows, on the CPU."""
     key, precision = context.key, context.precision
     assert key is not None and not context.observed
     number = -1 if precision is None else _PRECISIONS.setdefault(precision, len(_PRECISIONS))
@@ -49,7 +49,7 @@ def pack(context: StepContext) -> Tensor:
 def linears(inputs: Sequence[Tensor], ws: Sequence[Tensor], owners: Sequence[Any], context: Tensor) -> list[Tensor]:
     """x [t,K], or gate and up, and ws [N,K] -> y [T,N] of each owner's linear, differentiable once."""
     needs_wgrad = torch.is_grad_enabled() and ws[0].requires_grad
-    # backward needs x itself for a wgrad in bf16, gate and up always
+    # backward needs x itself for a wgrad in bf16, and always gate and up
     keeps = len(inputs) > 1 or (needs_wgrad and any(one.keeps_input for one in owners))
     now = torch.cat([*(one.handle for one in owners), context])
     made: list[Tensor] = torch.ops.megatron_snip.linears(inputs, ws, now, owners[0].parts, needs_wgrad, keeps)
@@ -57,7 +57,7 @@ def linears(inputs: Sequence[Tensor], ws: Sequence[Tensor], owners: Sequence[Any
 
 
 def _group(now: Tensor, count: int, x: Tensor, rows: int) -> Group:
-    """The group of the linears whose handles begin ``now``, which ends with the context; x [...] has the device."""
+    """The group for ``now``, which holds the linears' handles and then the context.  x [...] gives the device."""
     numbers = now.tolist()
     owners, (seed, iteration, row0, precision, *pieces) = [_OWNERS[one] for one in numbers[:count]], numbers[count:]
     key = RoundingKey(seed, iteration, 0, row0, rows=Rows(*pieces) if pieces else None)
@@ -74,7 +74,7 @@ def _linears(
     made, kept = forward(inputs, ws, _group(now, len(ws), x, len(x)), needs_wgrad=needs_wgrad)
     for i in range(len(ws) if needs_wgrad else 0):
         saved: Sequence[Any] = kept[i][1:4] if i < len(kept) else (None, None, None)
-        if saved[0] is x:  # an operator may not return its input: autograd keeps it
+        if saved[0] is x:  # an operator may not return its input, but autograd can keep it
             saved = (None if keeps_inputs else x.clone(memory_format=torch.contiguous_format), None, None)
         made += _flat(saved, x)
     return made
@@ -134,7 +134,7 @@ _linears.register_autograd(_backward, setup_context=_setup)
 
 
 def _flat(parts: Sequence[Tensor | None], x: Tensor) -> list[Tensor]:
-    """The tensors of an operand of x [t,K], as they lie in memory, 1-D; empty for those that it does not have."""
+    """The tensors of an operand of x [t,K], 1-D in memory order; empty for those that it does not have."""
     return [
         x.new_empty(0, dtype=dtype) if part is None else part.as_strided((part.numel(),), (1,)).view(dtype)
         for part, dtype in zip(parts, _KEPT, strict=True)
@@ -142,7 +142,7 @@ def _flat(parts: Sequence[Tensor | None], x: Tensor) -> list[Tensor]:
 
 
 def _unflat(form: Form | None, flat: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Operand:
-    """The operand of a tensor [t,K] of this shape and dtype, of which ``_flat`` made three tensors."""
+    """Undo ``_flat``: the operand of a tensor [t,K] of this shape and dtype, from its three tensors."""
     if form is None:
         return Operand(None, flat[0].view(dtype).view(shape))
     made: list[Any] = [
@@ -154,5 +154,5 @@ def _unflat(form: Form | None, flat: Sequence[Tensor], shape: tuple[int, int], d
 
 @lru_cache(maxsize=256)
 def _lie(shape: tuple[int, int], dtype: torch.dtype, form: Form) -> tuple[Tensor | None, ...]:
-    """The tensors of an operand [t,K] of this form, without memory; dtype: of values."""
+    """Meta tensors for an operand [t,K] of this form.  dtype: of values."""
     return allocate(torch.empty(shape, dtype=dtype, device="meta"), form, count=False)[1:4]

@@ -1,4 +1,4 @@
-"""Products in BF16 that are fast on any CPU.
+"""BF16 products that are fast on any CPU.
 
 A CPU without BF16 instructions multiplies float32 3.0 to 4.5 times as fast, conversions included.  Either way, sums are
 float32 and rounded once; only their order differs.

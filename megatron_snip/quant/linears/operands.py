@@ -1,4 +1,4 @@
-"""The operands of a linear's three GEMMs: their forms, the backends that multiply them, and kept casts of weights.
+"""The operands of a linear's three GEMMs: their forms, the backends that multiply them, and cached casts of weights.
 
 fprop  Y[T,N]  = Q(X)[T,K]   @ Q(W)[N,K].T   sums over K: tiles along dim 1 of X and of W
 dgrad  dX[T,K] = Q(G)[T,N]   @ Q(W)[N,K]     sums over N: tiles along dim 1 of G, dim 0 of W
@@ -45,13 +45,13 @@ class Sizes(NamedTuple):
 
 
 class Backend(ABC):
-    """One way to hold and multiply quantised operands."""
+    """One way to store and multiply quantised operands."""
 
     name: str  # printed at the start of a run
-    takes_values = False  # whether it also takes values in place of codes: a cast makes both from one read
+    takes_values = False  # whether it also takes values instead of codes; a cast makes both from one read
 
     def unfit_format(self, fmt: Format) -> str | None:
-        """Why it cannot run GEMMs of a quantised format anywhere, or None if it can."""
+        """Why this backend cannot run GEMMs of a quantised format on any device, or None if it can."""
         return None
 
     def unfit_device(self, device: torch.device) -> str | None:
@@ -64,17 +64,17 @@ class Backend(ABC):
 
     @abstractmethod
     def output(self, role: str, *, kept: bool) -> Output:
-        """How to hold an operand of a role.  kept: until backward or longer, so memory matters."""
+        """How to store an operand of a role.  kept: whether it lives until backward or longer, so memory matters."""
 
     @abstractmethod
     def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
-        """The product of a GEMM in dtype ``out``; operands that must be dequantised become ``dtype`` first.
+        """The product of a GEMM in dtype ``out``; operands that must be dequantised are converted to ``dtype``.
 
         a and b: fprop (X [T,K], W [N,K]), dgrad (G [T,N], W [N,K]), wgrad (G [T,N], X [T,K]).
         """
 
 
-#: The backend of each GEMM of a linear, by the GEMM's name.
+#: GEMM -> the backend that runs it, for one linear.
 Backends = Mapping[str, Backend]
 
 
@@ -90,9 +90,9 @@ class LinearCall(NamedTuple):
 
     key: the linear's own; its row0 is the global row of x's first token.
     input_col0, output_col0: the global channels of the first columns of x and y.
-    weight_casts: keeps the weight's casts from call to call.  reduce_amax: by role, for operands that are shards.
+    weight_casts: caches the weight's casts across calls.  reduce_amax: by role, for operands that are shards.
     forward_only: recomputation will run forward again before backward, so forward casts nothing for wgrad.
-    backends: empty until they are chosen, and if the linear's implementation runs it whole.
+    backends: empty until chosen; stays empty if the linear's implementation runs all three GEMMs itself.
     """
 
     precision: LinearPrecision
@@ -107,27 +107,27 @@ class LinearCall(NamedTuple):
 
     def on(self, backends: Backends) -> LinearCall:
         """This call on these backends."""
-        return LinearCall(*self[:-1], backends)  # quicker than _replace
+        return LinearCall(*self[:-1], backends)  # faster than _replace
 
     def wanted(self, gemm: str, role: str, *, kept: bool = False) -> Form | None:
-        """The form of an operand of a GEMM as the GEMM's backend wants it; kept: until backward or longer."""
+        """The form in which a GEMM's backend reads an operand.  kept: whether it lives until backward or longer."""
         return self.form(gemm, role, output=self.backends[gemm].output(role, kept=kept))
 
     def source(self, gemm: str, role: str, *, kept: bool = False) -> Form | None:
-        """The form of the operand that one of a GEMM is cast from; None if that is the tensor itself."""
+        """The form that an operand of a GEMM is recast from; None if it is cast from the tensor itself."""
         first = self.precision.sources.get((gemm, role))
         return None if first is None else self.wanted(first, role, kept=kept)
 
     def recast(self, gemm: str, role: str, made: Operand, dtype: torch.dtype) -> Operand:
-        """The operand of a GEMM from the one that was cast for it: the same, or cast from its values in ``dtype``."""
+        """The operand that a GEMM reads, from ``made``: ``made`` itself, or a new cast of its values in ``dtype``."""
         if (gemm, role) not in self.precision.sources:
             return made
         return cast(values(made, dtype), [self.wanted(gemm, role)], self.reduce_amax.get(role))[0]
 
     def form(self, gemm: str, role: str, fmt: str | None = None, output: Output = "values") -> Form | None:
-        """The form of an operand of a GEMM, by default in the GEMM's own format; None stays as it is (bf16).
+        """The form of an operand of a GEMM, by default in the GEMM's own format; None if it is not cast (bf16).
 
-        A weight's rows are output channels, those of the other operands tokens.
+        A weight's rows are output channels; the other operands' rows are tokens.
         """
         form = _form(fmt or getattr(self.precision, gemm), gemm, role, output)
         if form is None or not form.fmt.stochastic(role, form.dim):
@@ -168,10 +168,10 @@ class Operands:
         return {"input": self.x, "weight": self.w, "grad_output": self.grad_output}[role]
 
     def quantized(self, gemm: str, role: str, fmt: str) -> tuple[Tensor, Tensor]:
-        """One operand of one GEMM, quantised and dequantised with this linear's random bits: its shape and dtype.
+        """One operand of one GEMM, quantised and dequantised with this linear's random bits, in its shape and dtype.
 
-        The second value is the number of elements beyond the format's largest value, an int64 scalar.  Float32 scales,
-        and scales that are rounded up, leave none.  A format that does not quantise returns the operand itself.
+        The second value, an int64 scalar, is the number of elements beyond the format's largest value.  It is 0 with
+        float32 scales and scales that are rounded up.  A format that does not quantise returns the operand itself.
         """
         tensor, form = self._read(gemm, role, fmt), self.call.form(gemm, role, fmt, "codes")
         exact = form is None or not form.fmt.saturates
@@ -183,13 +183,13 @@ class Operands:
         return values(made, tensor.dtype), made.saturated
 
     def _read(self, gemm: str, role: str, fmt: str) -> Tensor:
-        """What is cast for a GEMM of a linear that is all in one format: the tensor, or the values of another cast."""
+        """What a GEMM's cast reads in a linear that is all in one format: the tensor, or the values of another cast."""
         first = LinearPrecision.uniform(fmt).sources.get((gemm, role))
         return self.tensor(role) if first is None else self.quantized(first, role, fmt)[0]
 
 
 def unset(form: Form, x: Tensor) -> Operand:
-    """A placeholder for a cast of x [R, C] that is never read: the same sizes, undefined codes, NaN as scales."""
+    """A placeholder for a cast of x [R, C] that is never read: the same shapes, undefined codes, NaN scales."""
     made = allocate(x, form, count=False)
     assert made.scales is not None
     made.scales.fill_(torch.nan if made.scales.is_floating_point() else _NAN_BYTE)
@@ -199,9 +199,9 @@ def unset(form: Form, x: Tensor) -> Operand:
 
 
 class Casts:
-    """Casts of one weight, each made once until the weight is replaced or changed in place.
+    """Caches the casts of one weight until it is replaced or changed in place.
 
-    frees: the weight is a gathered copy, whose memory its owner allocates again for the next gather.
+    frees: whether the weight is a gathered copy that may be freed; its owner reallocates it for the next gather.
     """
 
     def __init__(self, *, frees: bool = False) -> None:
@@ -216,7 +216,7 @@ class Casts:
         self._made.clear()
 
     def tensors(self) -> list[Tensor]:
-        """Everything that is kept."""
+        """All cached tensors."""
         return [part for made in self._made.values() for part in made if isinstance(part, Tensor)]
 
     def renewed(self, x: Tensor, dtype: torch.dtype) -> bool:
@@ -229,7 +229,7 @@ class Casts:
         return True
 
     def operand(self, w: Tensor, gemm: str, call: LinearCall, dtype: torch.dtype, *, training: bool = False) -> Operand:
-        """The weight w [N,K] for a GEMM of a call, rounded to ``dtype`` first.
+        """The weight w [N,K] as an operand of one of the call's GEMMs, rounded to ``dtype`` first.
 
         One read makes all missing casts: codes to keep and values for this GEMM, or in training the tensor-core
         operands of fprop and dgrad.  A gathered copy that no other GEMM will read is then freed, as FSDP2 does.

@@ -40,7 +40,7 @@ class LinearPrecision:
 
     def _recasts(self, gemm: str, role: str, first: str) -> bool:
         fmt, source = get_format(getattr(self, gemm)), get_format(getattr(self, first))
-        same = role == "weight" and fmt == source and fmt.shares_weight  # what fprop multiplies is dgrad's operand, too
+        same = role == "weight" and fmt == source and fmt.shares_weight  # fprop's operand is also dgrad's
         return role in fmt.recast and source.quantised and not same
 
     @classmethod

@@ -1,4 +1,4 @@
-"""FP8 tensor cores of Hopper with 1x128 and 128x128 scales, and of any GPU that has them with scales of whole rows.
+"""Backends for FP8 tensor cores: 1x128 and 128x128 scales on Hopper, row-wise scales on any GPU that has them.
 
 Operands are the specification's codes and scales, bit for bit.  The hardware multiplies the codes and applies the
 scales every 128 elements, in float32.  Elements of fewer than 8 bits are written as E4M3, which holds their values
@@ -6,8 +6,8 @@ exactly, so FP4 runs at FP8's speed.  Gradients may be E5M2.  Source: torch.nn.f
 torch._scaled_mm; cuBLASLt's block scaling (CUDA 12.9 or newer, compute capability 9.0).
 block_scaled.py is for Blackwell.
 
-E4M3 under block scales ran on an H200.  NOT YET RUN ON A GPU: E5M2 gradients and scales of rows.  Their layouts are
-checked against PyTorch's own shape rules, values against the emulation.
+E4M3 with block scales ran on an H200.  NOT YET RUN ON A GPU: E5M2 gradients and row-wise scales.  Their layouts are
+checked against PyTorch's own shape rules, and their values against the emulation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_snip.quant.linears.operands import REDUCTION_DIM, Backend, Sizes
 
 _DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 _BLOCK = 128
-_ROW_MULTIPLE = 16  # of every size under scales of rows
+_ROW_MULTIPLE = 16  # of every size, with row-wise scales
 _UNPADDED = 4 * _BLOCK  # torch._scaled_mm takes scales of square blocks without padding
 
 
@@ -41,7 +41,7 @@ class Hopper(Backend):
         return unfit_element(fmt)
 
     def unfit_device(self, device: torch.device) -> str | None:
-        """Why this is no Hopper GPU, or None."""
+        """Why this is not a Hopper GPU, or None."""
         return unfit_gpu(device, "Hopper", [(9, 0)], (12, 9))
 
     def unfit_sizes(self, fmt: Format, sizes: Sizes) -> str | None:
@@ -58,7 +58,7 @@ class Hopper(Backend):
         """A GEMM of two operands [R, C] on the tensor cores, in dtype ``out``."""
         a_codes, a_scales = _left(gemm, a)
         b_codes, b_scales, b_recipe = _right(gemm, b)
-        if a_codes.dtype != b_codes.dtype:  # F.scaled_mm takes E4M3 alone under these scales
+        if a_codes.dtype != b_codes.dtype:  # F.scaled_mm takes only E4M3 with these scales
             return torch._scaled_mm(a_codes, b_codes, a_scales, _as_before(b_scales, b_recipe), out_dtype=out)
         return F.scaled_mm(
             a_codes,
@@ -73,7 +73,7 @@ class Hopper(Backend):
 
 
 class RowWise(Backend):
-    """The backend of scales of whole rows: torch's "RowWise" scaling."""
+    """The backend for row-wise scales: torch's "RowWise" scaling."""
 
     name = "row-wise (FP8 tensor cores, a scale a row)"
 
@@ -98,13 +98,13 @@ class RowWise(Backend):
         return "operand"
 
     def multiply(self, gemm: str, a: Operand, b: Operand, dtype: torch.dtype, out: torch.dtype) -> Tensor:
-        """A GEMM of two operands [R, C] on the tensor cores.  Its result is bfloat16, then made ``out``."""
+        """A GEMM of two operands [R, C] on the tensor cores.  Its bfloat16 result is converted to ``out``."""
         assert a.scales is not None and b.scales is not None
         dims, recipe = REDUCTION_DIM[gemm].values(), F.ScalingType.RowWise
         a_codes, b_codes = (
             _bytes(operand) if dim == 1 else _bytes(operand).T for operand, dim in zip((a, b), dims, strict=True)
         )
-        a_scales, b_scales = a.scales.flatten()[:, None], b.scales.flatten()[None]  # of strides that torch asks for
+        a_scales, b_scales = a.scales.flatten()[:, None], b.scales.flatten()[None]  # with the strides torch requires
         made = F.scaled_mm(
             a_codes, b_codes.T, a_scales, recipe, b_scales, recipe, output_dtype=torch.bfloat16, use_fast_accum=False
         )  # fmt: skip
@@ -138,7 +138,7 @@ def unfit_gpu(
 
 
 def unfit_element(fmt: Format) -> str | None:
-    """Why a format's elements cannot be written as E4M3, or those of gradients as E4M3 or E5M2; None if they can."""
+    """Why a format's elements do not fit E4M3, or its gradients' elements E4M3 or E5M2; None if they do."""
     for element in fmt.elements:
         if element.carrier is None:
             return f"{fmt.name}'s {element.name} elements fit neither E4M3 nor E5M2"
@@ -161,7 +161,7 @@ def _left(gemm: str, a: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _right(gemm: str, b: Operand) -> tuple[Tensor, Tensor, F.ScalingType]:
-    """W^T [K,N], W [N,K] or X [T,K], column-major, with scales as cuBLASLt wants them.
+    """W^T [K,N], W [N,K] or X [T,K], column-major, with scales in cuBLASLt's layout.
 
     Scales of 128x128 blocks are contiguous along the reduction dim, padded there to a multiple of 4 (cast.Output).
     """
@@ -175,5 +175,5 @@ def _right(gemm: str, b: Operand) -> tuple[Tensor, Tensor, F.ScalingType]:
 
 
 def _as_before(scales: Tensor, recipe: F.ScalingType) -> Tensor:
-    """The right operand's scales as ``torch._scaled_mm`` wants them, which came before F.scaled_mm."""
+    """The right operand's scales in the layout of ``torch._scaled_mm``, F.scaled_mm's predecessor."""
     return scales.T if recipe == F.ScalingType.BlockWise1x128 else scales

@@ -15,10 +15,10 @@ KINDS = ("q", "k", "v", "o", "gate", "up", "down")
 class LinearShape:
     """A linear of the whole model: weight [out_features, in_features], before tp shards it.
 
-    block: the number of its block in the whole model.  kind: one of KINDS.  reads: a word for its input, the same for
-    linears that read the same tensor.  stage: the pipeline stage that holds it.  other_flops: FLOPs per token of
-    forward that its stage does outside linears and that are counted with this linear: attention with the last linear of
-    a block, the output layer with the last linear of the stage that has it.
+    block: the index of its block in the whole model.  kind: one of KINDS.  reads: a name for its input, the same for
+    linears that read the same tensor.  stage: the pipeline stage that holds it.  other_flops: forward FLOPs per token
+    that its stage does outside linears and that are counted with this one: attention with the last linear of a block,
+    the output layer with the last linear of the stage that has it.
     """
 
     name: str

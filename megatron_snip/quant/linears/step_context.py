@@ -1,4 +1,4 @@
-"""What a forward gets besides its tensors, from the pipeline schedule down to each linear."""
+"""What a forward pass receives besides its tensors, from the pipeline schedule down to each linear."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron_snip.quant.linears.precision import LinearPrecision
 class StepContext:
     """One pass over a batch.  Stages, blocks and linears receive it and keep nothing of it.
 
-    iteration: the optimiser step, for random bits.  loss_tokens: the number of tokens of the global batch that count in
-    the loss, by which it is divided.  precision: of all linears, in place of each one's own.  observers: of linears, by
-    name.  key: the microbatch's, without a linear's stream; its stage makes it.
-    token_losses: the last stage appends to this list the losses [T] in nats of each microbatch's tokens that count.
+    iteration: the optimiser step, for random bits.  loss_tokens: the number of tokens in the global batch that count in
+    the loss, which is divided by it.  precision: replaces every linear's own.  observers: by the linear's name.
+    key: the microbatch's, without a linear's stream; the stage makes it.
+    token_losses: a list to which the last stage appends each microbatch's losses [T], in nats, of tokens that count.
     """
 
     iteration: int = 0
@@ -32,9 +32,9 @@ class StepContext:
 
     @property
     def observed(self) -> bool:
-        """Whether a probe observes this pass; compiled code would show it nothing."""
+        """Whether a probe observes this pass; it would see nothing of compiled code."""
         return bool(self.observers)
 
 
-#: A pass without any requests.
+#: A pass with nothing special.
 PLAIN = StepContext()

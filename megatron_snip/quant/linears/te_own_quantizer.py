@@ -1,17 +1,17 @@
-"""Our casts as a quantizer of Transformer Engine, so that its modules run formats that it does not have.
+"""Wraps our casts as a Transformer Engine quantizer, so that its modules run formats that it does not have.
 
-A tensor of a linear is read rowwise by one GEMM and columnwise by another, and `Directions` has a quantizer for each:
-Transformer Engine's own, or `OwnQuantizer` for a format that is ours.  Transformer Engine dequantises a tensor that its
+One GEMM reads a linear's tensor rowwise and another reads it columnwise.  `Directions` has a quantizer for each:
+Transformer Engine's own, or `OwnQuantizer` for one of our formats.  Transformer Engine dequantises a tensor that its
 kernels do not know and multiplies it in the compute dtype, as it does for IdentityQuantizer.  So operands and products
-are those of ``quantized_linear(impl="emulated")``, with its own bias, gradient accumulation and collectives around
-them.  That shows on any GPU what a format does to the loss, and saves no time.
+are those of ``quantized_linear(impl="emulated")``, with Transformer Engine's bias, gradient accumulation and
+collectives around them.  This shows on any GPU what a format does to the loss, but saves no time.
 
-- ``qgemm`` of its reference quantizers is not used: ``custom_gemm`` passes neither the main gradient nor a bias on.
-- Random bits come from torch's CPU generator, one number a cast, so a CUDA graph would repeat them.
-- A format with a scale for the whole tensor has that of the shard under tensor parallelism.
+- ``qgemm`` of its reference quantizers is not used: ``custom_gemm`` passes on neither the main gradient nor a bias.
+- Random bits come from torch's CPU generator, one number per cast, so a CUDA graph would repeat them.
+- Under tensor parallelism, a format with a scale for the whole tensor uses the shard's.
 Source: Transformer Engine 2.19 and 2.20, pytorch/tensor/hybrid_tensor.py and identity_tensor.py.
 
-NOT YET RUN ON A GPU: tests run its Python files over a stand-in for its kernels.
+NOT YET RUN ON A GPU: tests run Transformer Engine's Python files over a stand-in for its kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BACKEND = Emulated()
 
 
 class OwnTensor(QuantizedTensorStorage):
-    """A tensor [..., C] as the operand of one GEMM; ``operand`` is None after its memory was freed."""
+    """A tensor [..., C] as the operand of one GEMM; ``operand`` is None after its memory is freed."""
 
     requires_grad = False
 
@@ -64,7 +64,7 @@ class OwnTensor(QuantizedTensorStorage):
         return values(self.operand, dtype or self._dtype).view(self._shape)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Nothing: `Directions` drops a whole direction."""
+        """Do nothing: `Directions` drops a whole direction."""
 
     def get_usages(self) -> dict[str, bool]:
         """The direction of this operand."""
@@ -76,7 +76,7 @@ class OwnTensor(QuantizedTensorStorage):
         return tuple(part for part in self.operand or () if isinstance(part, Tensor))
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], OwnTensor]:
-        """What autograd saves.  The operand stays here too: ``restore_from_saved`` reads from it what its parts are."""
+        """What autograd saves.  The operand stays here too, to tell ``restore_from_saved`` which parts it has."""
         return [*self.get_data_tensors()], self
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
@@ -95,10 +95,10 @@ class OwnTensor(QuantizedTensorStorage):
 class OwnQuantizer(Quantizer):
     """Casts one tensor of a linear, "input", "weight" or "grad_output", for one of its GEMMs in one of our formats.
 
-    name: of the linear, for its random bits.
+    name: the linear's, for its random bits.
     """
 
-    custom = True  # its tensors are not: they are dequantised
+    custom = True  # its tensors are not custom: they are dequantised
 
     def __init__(self, tensor: str, gemm: str, fmt: str, name: str = "") -> None:
         super().__init__(rowwise=True, columnwise=True)
@@ -143,7 +143,7 @@ class OwnQuantizer(Quantizer):
         return dst
 
     def _key(self) -> RoundingKey | None:
-        """New random bits, of this rank alone; None if nothing rounds stochastically."""
+        """New random bits for this rank only; None if nothing rounds stochastically."""
         if not self.draws:
             return None
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -169,5 +169,5 @@ class Directions(HybridQuantizer):
 
 
 def draw() -> int:
-    """32 random bits of torch's CPU generator, which trainers seed and keep in their checkpoints."""
+    """32 random bits from torch's CPU generator, which trainers seed and keep in their checkpoints."""
     return int(torch.randint(2**32, ()))

@@ -1,17 +1,16 @@
-"""Transformer Engine's quantizers for a linear whose GEMMs each have their own format, as its `CustomRecipe` asks for
-them.
+"""Makes Transformer Engine's `CustomRecipe` quantizers for a linear whose GEMMs each have their own format.
 
-A tensor is quantised rowwise for one GEMM and columnwise for another, and these are the GEMMs of a precision:
+A tensor is quantised rowwise for one GEMM and columnwise for another:
 
     input        rowwise fprop   columnwise wgrad
     weight       rowwise fprop   columnwise dgrad
     grad_output  rowwise dgrad   columnwise wgrad
 
-A GEMM in a format that Transformer Engine does not have, or not on this GPU, has our own quantizer
+A GEMM in a format that Transformer Engine does not have, or not on this GPU, uses our own quantizer
 (te_own_quantizer.py), for which this package must be installed.
 
 Source: Transformer Engine 2.19 and 2.20, pytorch/custom_recipes, which it calls experimental.  `megatron-snip export`
-copies this file into what it writes, so nothing of this package is imported at its top.
+copies this file into what it writes, so its top imports nothing from this package.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 #: Tensor of a linear -> indices into (fprop, dgrad, wgrad) of the GEMMs that read it rowwise and columnwise.
 READ_BY = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}
-#: Formats whose columnwise inputs and weights are made of the rowwise ones -> the same without.
+#: Formats whose columnwise inputs and weights are made from the rowwise ones -> the same without that.
 RECAST = {"mxfp8_dequantized": "mxfp8", "bf16_dequantized": "bf16"}
 #: Formats that Transformer Engine has, those of Blackwell last.
 FP8 = ("bf16", "fp8", "fp8_hybrid", "fp8_pow2")
@@ -30,8 +29,8 @@ BLACKWELL = ("mxfp8", "nvfp4_plain", "nvfp4")
 def quantizer_for(role: Any, formats: tuple[str, str, str] | None) -> Any:
     """The quantizer for a `QuantizerRole` of a linear whose fprop, dgrad and wgrad run in these formats.
 
-    role is None or has no tensor_type of `READ_BY` where a tensor leaves the linear: it stays in high precision.  So
-    does everything where formats is None.
+    If role is None or its tensor_type is not in `READ_BY`, the tensor leaves the linear and stays in high precision.
+    If formats is None, everything does.
     """
     from transformer_engine.pytorch import HybridQuantizer, IdentityQuantizer
 
@@ -61,7 +60,7 @@ def quantizer_for(role: Any, formats: tuple[str, str, str] | None) -> Any:
 
 
 def _is_theirs(fmt: str) -> bool:
-    """Whether Transformer Engine runs a format on this GPU; without one, as on Blackwell."""
+    """Whether Transformer Engine runs a format on this GPU; without a GPU, the answer is Blackwell's."""
     from torch import cuda
 
     return fmt in FP8 or (fmt in BLACKWELL and not (cuda.is_available() and cuda.get_device_capability() < (10, 0)))
@@ -78,7 +77,7 @@ def _own_quantizers(fmt: str) -> Any:
 
 
 def _quantizer(fmt: str, tensor: str, *, transformed: bool) -> Any:
-    """One quantizer; transformed: it makes columnwise data, which the Hadamard transform of wgrad's operands is for."""
+    """One quantizer.  transformed: whether it makes columnwise data, which wgrad's Hadamard transform is for."""
     from transformer_engine.pytorch import Float8BlockQuantizer, IdentityQuantizer, MXFP8Quantizer, NVFP4Quantizer
     from transformer_engine.pytorch.constants import DType
 

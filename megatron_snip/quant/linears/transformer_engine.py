@@ -1,13 +1,13 @@
-"""Linears by Transformer Engine: NVIDIA's own FP8 of Hopper and MXFP8 and NVFP4 of Blackwell.
+"""Runs linears with Transformer Engine: NVIDIA's own FP8 on Hopper, and MXFP8 and NVFP4 on Blackwell.
 
-Each linear keeps one te.Linear without a weight of its own, made anew when its formats change, so that no
-state of one recipe meets another.  Autocast is entered around that one module.  The weight is quantised by
-Transformer Engine once an optimiser step (``is_first_microbatch``).  Its sums have their own order, and its random bits
-are its own: results are compared with the specification by tolerance, not by the bit.  A te.Linear runs all three
-GEMMs: by one recipe for one format, and from 2.19 on by a `CustomRecipe` for formats by GEMM (te_quantizers.py).
+Each linear keeps one te.Linear without a weight of its own and replaces it when its formats change, so that recipes
+never share state.  Autocast is entered around that one module.  Transformer Engine quantises the weight once per
+optimiser step (``is_first_microbatch``).  It has its own order of sums and its own random bits, so results are compared
+with the specification by tolerance, not bit for bit.  A te.Linear runs all three GEMMs: with one recipe for one format,
+and from 2.19 on with a `CustomRecipe` for a format per GEMM (te_quantizers.py).
 Source: Transformer Engine 2.3 to 2.20, common/recipe and pytorch/module/linear.py.
 
-NOT YET RUN ON A GPU: tests run its Python files over a stand-in for its kernels.
+NOT YET RUN ON A GPU: tests run Transformer Engine's Python files over a stand-in for its kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one of our formats is asked of Transformer Engine, and where it runs."""
+    """How to request one of our formats from Transformer Engine, and where it runs."""
 
     make: Callable[[Any], Any]  # transformer_engine.common.recipe -> recipe
     since: tuple[int, int]  # Transformer Engine's version
@@ -43,8 +43,10 @@ class Recipe:
 
 
 def _float8_blocks(recipes: Any, *, pow2: bool = False, hybrid: bool = False) -> Any:
-    """1x128 and 128x128 blocks; hybrid: E5M2 gradients.  The derived parameters are set too: the class computes them
-    from its own default, so that an instance with ``use_f32_scales=True`` alone keeps power-of-two scales.
+    """A recipe with 1x128 and 128x128 blocks.  hybrid: E5M2 gradients.
+
+    It also sets the derived parameters.  The class computes them from its own default, so that an instance with
+    ``use_f32_scales=True`` alone keeps power-of-two scales.
     """
     element = recipes.Format.HYBRID if hybrid else recipes.Format.E4M3
     recipe = recipes.Float8BlockScaling(use_f32_scales=not pow2, fp8_format=element)
@@ -68,11 +70,11 @@ _RECIPES = {
 }
 
 
-#: All formats, and those whose codes and scales are ours to the bit on every layout: nothing is drawn, and no scale
-#: depends on the whole tensor, of which tp has a shard.
+#: All formats, and those whose codes and scales match ours bit for bit on every layout: nothing rounds stochastically,
+#: and no scale depends on the whole tensor, which tp shards.
 FORMATS = tuple(_RECIPES)
 EXACT = tuple(name for name in FORMATS if not get_format(name).stochastic_roles)
-#: Formats by GEMM: `HybridQuantizer` came with this version.
+#: Formats per GEMM need this version, which added `HybridQuantizer`.
 _BY_GEMM = (2, 19)
 
 Formats = tuple[str, str, str]
@@ -88,7 +90,7 @@ class _Held:
 
 
 class _Rounded(torch.autograd.Function):
-    """A weight [N,K] as the copy of it in the compute dtype that is here already."""
+    """A weight [N,K] as its existing copy in the compute dtype."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, rounded: Tensor) -> Tensor:
@@ -101,10 +103,10 @@ class _Rounded(torch.autograd.Function):
 
 
 class TransformerEngine:
-    """Runs linears; who calls it asks ``unfit`` before."""
+    """Runs linears; callers check ``unfit`` first."""
 
     def __init__(self) -> None:
-        # by the object that a parallel linear keeps for its weight: the module goes when the linear goes
+        # keyed by the object that a parallel linear keeps for its weight: the module goes when the linear goes
         self._modules: WeakKeyDictionary[Casts, _Held] = WeakKeyDictionary()
         self._recipes: dict[Formats, Any] = {}
 
@@ -123,7 +125,7 @@ class TransformerEngine:
         return next((why for name in quantised if (why := _unfit(name, _RECIPES[name], device, sizes))), None)
 
     def forget(self, casts: Casts | None) -> None:
-        """Drop the module of a weight: the weight may change before it is asked for again."""
+        """Drop the module of a weight, which may change before the module is needed again."""
         if casts is not None and self._modules:
             self._modules.pop(casts, None)
 
@@ -138,7 +140,7 @@ class TransformerEngine:
         return y
 
     def _recipe(self, formats: Formats) -> Any:
-        """One object for the formats of fprop, dgrad and wgrad: a new one would have modules make new quantizers."""
+        """One recipe for the formats of fprop, dgrad and wgrad; a new object would make modules rebuild quantizers."""
         if formats not in self._recipes:
             recipes = importlib.import_module("transformer_engine.common.recipe")
             uniform = len({*formats}) == 1
@@ -149,7 +151,7 @@ class TransformerEngine:
     def _module(self, w: Tensor, dtype: torch.dtype, call: LinearCall) -> tuple[_Held, bool | None]:
         """The te.Linear for a weight [N,K], and whether its copy of the weight is out of date.
 
-        Without ``weight_casts`` there is nothing to keep: a module for one call, which quantises the weight.
+        Without ``weight_casts``, nothing is kept: the module is for one call, which quantises the weight.
         """
         te = importlib.import_module("transformer_engine.pytorch")
         casts, formats = call.weight_casts, _formats(call.precision)
@@ -167,7 +169,7 @@ class TransformerEngine:
 
 
 def _rounded(w: Tensor, dtype: torch.dtype, held: _Held, first: bool | None) -> Tensor:
-    """The weight [N,K] in the compute dtype.  A float32 weight is rounded once an optimiser step."""
+    """The weight [N,K] in the compute dtype.  A float32 weight is rounded once per optimiser step."""
     if w.dtype == dtype or first is None:
         return w.to(dtype)
     if first or held.rounded is None:
@@ -185,7 +187,7 @@ def _custom(recipes: Any, formats: Formats) -> Any:
 
 
 def _autocast(te: Any, recipe: Any) -> Any:
-    """The context in which one module runs by a recipe; its name changed in 2.9."""
+    """The context in which one module runs with a recipe; its name changed in 2.9."""
     if hasattr(te, "autocast"):
         return te.autocast(enabled=True, recipe=recipe)
     return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
@@ -205,7 +207,7 @@ def _installed() -> tuple[int, int]:
 
 
 def _unfit(name: str, recipe: Recipe, device: torch.device, sizes: Sizes) -> str | None:
-    """Why a format cannot run here, or None; Transformer Engine is there."""
+    """Why a format cannot run here, or None.  Transformer Engine must be installed."""
     version = _installed()
     if version < recipe.since:
         return f"{name} needs version {_dotted(recipe.since)}, {_dotted(version)} is installed"
