@@ -1,1 +1,1 @@
-"""Compiled casts, one file per device, bit for bit the same as the specification in cast.py."""
+"""Compiled casts for CPUs and GPUs, bit for bit the same as the specification in cast.py."""

@@ -60,8 +60,8 @@ def quantized_linear(
 ) -> Tensor:
     """``x @ w.T`` with every GEMM in its format: x [T,K], w [N,K] -> y [T,N] of x.dtype, differentiable.
 
-    w may be float32 if x is bfloat16 (a master weight): it is rounded to x.dtype first, and so is its gradient before
-    it becomes float32.
+    w may be float32 if x is bfloat16 (a master weight): it is rounded to x.dtype first.  Its gradient is
+    float32, which CPUs round to bfloat16 before, because they multiply bfloat16 only into bfloat16.
     key: the linear's own (stream = ``name_stream(name)``); its row0 is the global row of x's first token.  Each
     operand's key is derived from it.  It may be None if nothing rounds stochastically.
     input_col0, output_col0: the global channels of the first columns of x and y, for tensor-parallel shards.
