@@ -44,6 +44,7 @@ STEPS: dict[str, tuple[str, float]] = {
     "casts": ("gpu_casts", 80.0),
     "linears": ("gpu_linears", 120.0),
     "training": ("gpu_training", 250.0),
+    "profile": ("gpu_training", 100.0),
     "tilings": ("gpu_casts", 120.0),
 }
 #: Seconds after that until the process is ended, which then hangs.

@@ -1,8 +1,10 @@
-"""Steps of gpu.py: the 1B model in each precision, and a resume that must go on bit for bit."""
+"""Steps of gpu.py: the 1B model in each precision, where its time goes, and a resume that must go on bit for bit."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import shutil
 import statistics
 import sys
@@ -108,6 +110,58 @@ def training(contact: Contact) -> Table:
     if contact.options:
         table.notes.append(f"NCCL did not start, see nccl.txt: {' '.join(contact.options)}")
     return table
+
+
+#: Kinds of kernels and what their names have; the first that fits counts.
+KINDS = {
+    "attention": "sdpa|flash|fmha|cudnn|attention",
+    "GEMMs in FP8": r"nvjet_sm\d+_qq|scaled_mm",
+    "GEMMs in BF16": "nvjet|gemm|cutlass|aten::mm$",
+    "casts": "cast_kernel|amax_kernel|hadamard_kernel",
+    "cross entropy": "softmax_kernel|gradient_kernel",
+    "SwiGLU's backward, rotary positions": "swiglu|rotate",
+    "optimiser": "multi_tensor|adamw",
+    "norms": "layer_norm|rms_norm|GammaBeta",
+    "the rest": "",
+}
+
+
+def profile(contact: Contact) -> Table:
+    """Milliseconds of an iteration's kernels by kind, in BF16 and in FP8, and what the GPU waits for the host."""
+    names = ("bf16", "fp8")[-1 if contact.rehearse else 0 :]
+    table = Table("Where an iteration of Llama 1B goes", ("kernels, ms", *names))
+    spent: dict[str, list[str]] = {kind: [] for kind in (*KINDS, "all kernels", "waiting for the host")}
+    first = 2 if contact.rehearse else 7
+    for name in names:
+        options = [
+            "--precision",
+            name,
+            "--train-iters",
+            str(first + 2),
+            "--profile",
+            "--profile-step-start",
+            str(first),
+        ]
+        sizes = [] if contact.rehearse else ["--global-batch-size", "4"]
+        train(contact, f"profile {name}", [*options, "--profile-step-end", str(first), *sizes], enough=first + 2)
+        (path,) = (run_folder(contact, f"profile {name}") / "profile").glob("*.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        for kind, milliseconds in by_kind(events, "cpu_op" if contact.rehearse else "kernel").items():
+            spent[kind].append(f"{milliseconds:.1f}")
+    table.rows += [(kind, *each) for kind, each in spent.items()]
+    table.notes.append("4 microbatches; the profiler slows the host, so that the GPU waits longer than in training")
+    return table
+
+
+def by_kind(events: list[dict[str, Any]], category: str) -> dict[str, float]:
+    """Milliseconds of the events of a category by kind, all of them, and those between them in which none runs."""
+    chosen = sorted((one for one in events if one.get("cat") == category), key=lambda one: one["ts"])
+    spent, waits, end = dict.fromkeys(KINDS, 0.0), 0.0, chosen[0]["ts"]
+    for one in chosen:
+        spent[next(kind for kind, words in KINDS.items() if re.search(words, one["name"]))] += one["dur"] / 1e3
+        waits += max(0.0, one["ts"] - end) / 1e3
+        end = max(end, one["ts"] + one["dur"])
+    return {**spent, "all kernels": sum(spent.values()), "waiting for the host": waits}
 
 
 def resume(contact: Contact) -> Table:

@@ -25,9 +25,9 @@ def test_every_step_runs_and_finds_nothing_wrong(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=580)
     steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
     assert {name: step["bad"] for name, step in steps.items()} == {name: [] for name in steps}, done.stderr[-2000:]
-    assert done.returncode == 0 and len(steps) == 8
+    assert done.returncode == 0 and len(steps) == 9
     assert all(step["rows"] for step in steps.values())
-    assert (tmp_path / "gpu.md").read_text().count("\n## ") == 8
+    assert (tmp_path / "gpu.md").read_text().count("\n## ") == 9
 
 
 @pytest.mark.slow
@@ -57,6 +57,26 @@ def test_what_of_nccl_is_hidden(monkeypatch):
     ]  # fmt: skip
     assert gpu_cluster.nccl(events) == (30.0, 8.0)
     assert gpu_cluster.nccl([]) == (0.0, 0.0)
+
+
+def test_kernels_are_sorted_by_kind(monkeypatch):
+    """Two that overlap leave no gap; an operator of the CPU is no kernel."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_training
+
+    names = {
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention", "cast_kernel": "casts",
+        "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_coopA": "GEMMs in FP8", "nvjet_sm90_tst_192x128_64x5": "GEMMs in BF16",
+        "softmax_kernel": "cross entropy", "something else": "the rest",
+    }  # fmt: skip
+    events = [
+        {"cat": "kernel", "name": name, "ts": 10e3 * i, "dur": 11e3 if i == 0 else 4e3} for i, name in enumerate(names)
+    ]
+    found = gpu_training.by_kind([*events, {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 1e6}], "kernel")
+    assert {kind for kind, milliseconds in found.items() if milliseconds} == {
+        *names.values(), "all kernels", "waiting for the host",
+    }  # fmt: skip
+    assert found["attention"] == 11 and found["all kernels"] == 31 and found["waiting for the host"] == 4 * 6
 
 
 def test_deep_gemms_operands_are_what_it_multiplies(monkeypatch):

@@ -7,7 +7,8 @@ has ended, its weights are exported and judged on held-out text by `judge.py`, w
 with the forward of the arm's formats, and unrounded.  DIR/NAME/SEED/ARM/ keeps metrics, plans, the report and
 result.json; the checkpoints go.
 
-You can kill the command at any time and start it again: an arm goes on from its last checkpoint.  Several of these
+You can kill the command at any time and start it again: an arm goes on from its last checkpoint, or on a GPU, where
+writing one takes longer than what it saves, from the prefix.  Several of these
 commands share the work: each takes the next arm that no other one is at.  `--jobs 16` starts so many, for a GPU; under
 CUDA's MPS their kernels run at once.  `--table` prints what is known so far.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
@@ -108,7 +110,6 @@ class HeadToHead:
         mine = saved if (saved / "latest_checkpointed_iteration.txt").is_file() else load
         start = {} if mine is None else {"load": mine}
         tokens = [str(self.folder / "tokens" / f"{text}_text_document") for text in TRAIN]
-        # A GPU ends an arm in less time than its checkpoints take to write.
         sparing: dict[str, Any] = {} if self.device == "cpu" else {"save_interval": 10**6}
         common = self.schedule.words(
             **sparing, **start, seed=seed, device=self.device,
@@ -159,6 +160,7 @@ class HeadToHead:
         plans = [json.loads(path.read_text()) for path in sorted((folder / "plans").glob("*.json"))]
         return {
             "options": self.schedule.arms[name],
+            "tokens": hashlib.sha256((self.folder / "tokens/probe_text_document.bin").read_bytes()).hexdigest(),
             "training loss": [row["lm loss"] for row in rows if "lm loss" in row],
             "validation": {row["iteration"]: row[key] for row in rows if (key := "lm loss validation") in row},
             "plans": [{key: plan[key] for key in PLAN} for plan in plans],
@@ -171,7 +173,8 @@ class HeadToHead:
         """The format of each linear's fprop at the end of an arm."""
         final = final_switch(self.schedule.config(self.schedule.arms[name]))
         plans = sorted((folder / "plans").glob("*.json")) or [*folder.glob("by_hand.json")]
-        found = formats_of(str(plans[-1]) if plans else self.schedule.arms[name]["precision"], names)
+        everywhere = LinearPrecision.parse(self.schedule.arms[name].get("precision", BASE)).fprop if not plans else ""
+        found = formats_of(str(plans[-1]) if plans else everywhere, names)
         if final is not None:
             found = {each: final.of(LinearPrecision.uniform(fmt)).fprop for each, fmt in found.items()}
         return found

@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_snip import runtime
+from megatron_snip.errors import UserError
+
 BASE = "bf16"
 PLANNED, OTHERS, INK = "#e8893c", "#8fa3b8", "#1c2430"
 Floats = NDArray[np.float64]
@@ -79,7 +82,11 @@ def described(options: Mapping[str, Any]) -> str:
     how = [f"by {options['snip-granularity'].upper()}"] if "snip-granularity" in options else []
     how += [f"every {options['snip-interval']}"] if "snip-interval" in options else []
     how += ["with updates"] if options.get("snip-weight") else []
-    share = f"as fast as {options['same-time-as']}" if "same-time-as" in options else "75%"
+    share = (
+        f"as fast as {options['same-time-as']}"
+        if "same-time-as" in options
+        else f"{options.get('snip-target', 0.75):.0%}"
+    )
     return f"{' '.join([who, *how])}: {options['snip-options']}, {share}{final}"
 
 
@@ -91,6 +98,8 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     own, unrounded = losses_of(results, "losses"), losses_of(results, "unrounded")
+    if BASE not in own:
+        raise UserError(f"{BASE} is not among the arms that have ended; a picture compares with it")
     found = {name: difference(own[name], own[BASE]) for name in own if name != BASE}
     names, words = (
         sorted(found, key=lambda name: found[name][0]),
@@ -107,7 +116,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     axis.plot(weights, range(len(names)), "o", ms=4, color=INK, label="the same weights, unrounded")
     axis.set_yticks(range(len(names)), [words[name] for name in names], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel("held-out loss above BF16 after training, milli-nats a token")
+    axis.set_xlabel("held-out loss above BF16 after training, milli-nats a token, with two standard errors")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9, loc="upper right")
     figure.tight_layout()
@@ -128,4 +137,5 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with runtime.report_errors():
+        main()

@@ -44,8 +44,11 @@ def prose_of(text: str, seen: set[bytes]) -> str:
     return "\n\n".join(kept)
 
 
-def documents(folder: Path, *, prose: bool) -> Iterator[str]:
-    """Text of each file of a kind, each once, in a fixed order that tells nothing: by digest."""
+def documents(folder: Path, *, prose: bool, of_package: int | None = None) -> Iterator[str]:
+    """Text of each file of a kind, each once, in a fixed order that tells nothing: by digest.
+
+    of_package: characters after which no more files of a package are taken.
+    """
     seen: set[bytes] = set()
     found: dict[bytes, str] = {}
     taken: dict[str, int] = {}
@@ -56,7 +59,7 @@ def documents(folder: Path, *, prose: bool) -> Iterator[str]:
         package = path.relative_to(folder).parts[0]
         text = (prose_of(text, seen) if prose else text)[:MOST_OF_FILE]
         digest = hashlib.sha256(text.encode()).digest()
-        if len(text) < 500 or (prose and taken.get(package, 0) > MOST_OF_PACKAGE):
+        if len(text) < 500 or (of_package is not None and taken.get(package, 0) > of_package):
             continue
         taken[package] = taken.get(package, 0) + len(text)
         found[digest] = text
@@ -73,14 +76,21 @@ def split(texts: Iterator[str]) -> tuple[list[str], list[str]]:
 
 
 def write_texts(
-    folder: Path, prose: Path = PROSE, code: Path = CODE, least: int = LEAST, most: int | None = None
+    folder: Path,
+    prose: Path = PROSE,
+    code: Path = CODE,
+    least: int = LEAST,
+    most: int | None = None,
+    code_of_package: int | None = None,
 ) -> dict[Path, int]:
     """Write the three files into a folder: {path: bytes}.  UserError where there is too little text.
 
     most: characters of `probe.txt`, of which the held-out texts may have a thirtieth; what is behind is left out.
+    code_of_package: as in ``documents``, for code.
     """
     (probe_prose, held_prose), (probe_code, held_code) = (
-        split(documents(prose, prose=True)), split(documents(code, prose=False))
+        split(documents(prose, prose=True, of_package=MOST_OF_PACKAGE)),
+        split(documents(code, prose=False, of_package=code_of_package)),
     )  # fmt: skip
     turns = [text for text in chain.from_iterable(zip_longest(probe_prose, probe_code)) if text]
     texts = {"probe": turns, "held_out_prose": held_prose, "held_out_code": held_code}

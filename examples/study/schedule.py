@@ -25,6 +25,7 @@ BY_HAND, SAME_TIME = "by-hand", "same-time-as"
 _BY_HAND = re.compile(r"(\w+), last (\d+)% (\w+)")
 BASE = "bf16"  # the arm that all are compared with
 FROM_SCRATCH = "scratch"
+MODELS = ("smollm2", FROM_SCRATCH)
 
 Arm = Mapping[str, Any]
 
@@ -116,6 +117,8 @@ def read_schedule(path: Path) -> Schedule:
     if missing := sorted({field.name for field in fields if field.default is dataclasses.MISSING} - values.keys()):
         raise UserError(f"{path}: {', '.join(missing)} missing; add it")
     schedule = Schedule(**{**values, "seeds": tuple(values.get("seeds", (1, 2)))})
+    if schedule.model not in MODELS:
+        raise UserError(f"{path}: model is {schedule.model!r}; give one of {', '.join(MODELS)}")
     if BASE not in schedule.arms:
         raise UserError(f"{path}: no arm {BASE}, which all are compared with; add [arms.{BASE}]")
     try:

@@ -79,7 +79,8 @@ def output_loss(x: Tensor, weight: Tensor, labels: Tensor, share: Share, axis: A
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, scale: Tensor | None = None) -> Tensor:
     """Loss per token in nats: logits [T, V/tp], labels [T] global ids -> [T] float32, on every tp rank.
 
-    Not differentiable.  With scale [T], the logits become the gradient of the sum of scale * losses.
+    Every label is in the vocabulary; scale is 0 where a token does not count.  Not differentiable.  With scale [T], the
+    logits become the gradient of the sum of scale * losses.
     """
     if fused(logits):
         return _fused(logits, labels, axis, scale)

@@ -58,16 +58,16 @@ def as_on(device: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for backend in _BACKENDS[device]:
             stack.enter_context(mock.patch.object(backend, "unfit_device", lambda self, device: None))
-        for module, kernel in ((triton_cast, "takes_product"), (rotary, "fused"), (loss, "fused")):
+        for module, kernel in ((triton_cast, "takes_product"), (rotary, "fused")):
             stack.enter_context(mock.patch.object(module, kernel, lambda x, *_: x.dtype == torch.bfloat16))
+        stack.enter_context(mock.patch.object(loss, "fused", lambda logits: True))
         stack.enter_context(mock.patch.object(matmul, "_lacks_bf16", lambda: False))
         stack.enter_context(mock.patch.object(tensor, "adds_in_bf16", lambda weight: False))
         stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
         stack.enter_context(
             mock.patch.object(context_parallel, "lower_right", lambda *_: None)
         )  # a mask without memory
-        for chunks in (updates._CHUNK, loss._SOFTMAX):
-            stack.enter_context(mock.patch.dict(chunks, clear=True))
+        stack.enter_context(mock.patch.dict(updates._CHUNK, clear=True))
         yield
 
 

@@ -105,14 +105,15 @@ def test_a_picture_tells_arms_apart(path):
     assert any(text.startswith("SNIP by GEMM: fp8,fp4, 75%") for text in words)
 
 
-def test_a_model_from_scratch_does_not_start_from_the_folders_weights(model, tmp_path, monkeypatch):
-    (model / "model.safetensors").unlink()
-    (schedule := tmp_path / "toy.toml").write_text(TOY.replace('"smollm2"', f'"{FROM_SCRATCH}"'))
-    words = [str(schedule), "--output", str(tmp_path / "out"), "--arms", "bf16", "--json", str(tmp_path / "all.jsonl")]
-    monkeypatch.setattr(scratch, "DEFAULT", model)
-    head_to_head.main(words)
-    (row,) = map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())
-    assert len(row["training loss"]) == 2 and len(row["losses"]["prose"]) == 2
+@pytest.mark.parametrize("kind", ["smollm2", FROM_SCRATCH])
+def test_from_scratch_only_arms_load_weights(kind, model, tmp_path, monkeypatch):
+    (path := tmp_path / "toy.toml").write_text(TOY.replace('"smollm2"', f'"{kind}"'))
+    work, ran = head_to_head.HeadToHead(read_schedule(path), tmp_path / "out", model, "cpu"), []
+    monkeypatch.setattr(head_to_head, "run", lambda words, log: ran.append(words))
+    work.prepare()
+    work.train(5, "bf16", work.prefix(5), [])
+    loads = [words[words.index("--load") + 1] if "--load" in words else None for words in ran if words[0] == "train"]
+    assert loads == [None if kind == FROM_SCRATCH else str(model), str(tmp_path / "out/5/prefix/checkpoints")]
 
 
 def test_text_and_tokenizer_from_scratch(tmp_path, monkeypatch):
@@ -126,7 +127,7 @@ def test_text_and_tokenizer_from_scratch(tmp_path, monkeypatch):
             f"Number {number} is a package whose functions add numbers to arguments. " * 9
         )
     written = partial(real_text.write_texts, prose=packages, least=300, most=60_000)
-    monkeypatch.setattr(scratch, "write_texts", lambda folder, code, most: written(folder, code=packages))
+    monkeypatch.setattr(scratch, "write_texts", lambda folder, code, **more: written(folder, code=packages))
     folder = scratch.made(tmp_path / "made")
     sizes = {name: (folder / f"{name}.txt").stat().st_size for name in ("probe", "held_out_prose", "held_out_code")}
     assert sizes["probe"] == 60_000 and sizes["held_out_code"] == 2_000
@@ -134,6 +135,8 @@ def test_text_and_tokenizer_from_scratch(tmp_path, monkeypatch):
     text = "def functión_7(argument):\n\tpass\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.token_to_id(scratch.END) == 0 and tokenizer.get_vocab_size() <= scratch.VOCABULARY
+    whole, capped = (sum(map(len, real_text.documents(packages, prose=False, of_package=n))) for n in (None, 0))
+    assert capped == whole > 0, "a package's first file is taken"
     before = (folder / "tokenizer.json").stat().st_mtime_ns
     scratch.made(folder)
     assert (folder / "tokenizer.json").stat().st_mtime_ns == before
@@ -153,6 +156,8 @@ def test_the_judge_rounds_as_an_arm_ends(tmp_path):
         assert work.formats(name, tmp_path, names) == at_end
     (tmp_path / "by_hand.json").unlink()
     assert set(work.formats("bf16", tmp_path, names).values()) == {"bf16"}
+    schedule.arms["backward"] = {"precision": "mxfp8/nvfp4/nvfp4"}
+    assert set(work.formats("backward", tmp_path, names).values()) == {"mxfp8"}
 
 
 def of(arm, seed, values):
@@ -174,8 +179,11 @@ def test_differences_are_paired_and_their_error_is_the_larger_one():
     assert "nothing to compare with" in table(rows[2:])
 
 
-def test_unknown_arms_and_seeds_are_refused(tmp_path):
-    (path := tmp_path / "toy.toml").write_text(TOY)
+def test_unknown_models_arms_and_seeds_are_refused(tmp_path):
+    (path := tmp_path / "toy.toml").write_text(TOY.replace('"smollm2"', '"scrach"'))
+    with pytest.raises(UserError, match=r"toy.toml: model is 'scrach'; give one of smollm2, scratch"):
+        read_schedule(path)
+    path.write_text(TOY)
     with pytest.raises(UserError, match=r"--seeds: .*toy.toml has no seed 6; it has 5"):
         head_to_head.main([str(path), "--seeds", "5", "6"])
     with pytest.raises(UserError, match=r"--arms: .*toy.toml has no arm fp6; it has bf16, fixed, recipes"):

@@ -84,10 +84,32 @@ def differences() -> Iterator[str]:
             again = loss._fused(logits, labels, Axis(1, 0, None), None)  # type: ignore[arg-type]
             if not torch.equal(logits, before) or (size == 1 and not torch.equal(again, losses[0])):
                 yield f"losses alone of {dtype}"
-    logits[1, 3] = torch.nan
-    found = loss._fused(logits, labels, Axis(1, 0, None), scale)  # type: ignore[arg-type]
-    if found.isnan().tolist() != [False, True, False, False, False] or not logits[1].isnan().all():
-        yield "NaN"
+    yield from of_special_numbers(logits, labels, scale)
+    yield from of_rows_apart(logits, labels, scale)
+
+
+def of_special_numbers(logits: Tensor, labels: Tensor, scale: Tensor) -> Iterator[str]:
+    """Where a NaN, infinities, or a row that one rank has as -inf throughout give other losses than torch's."""
+    special = logits.clone()
+    special[1, 3], special[2, -1], special[3, : COLUMNS // 2] = torch.nan, torch.inf, -torch.inf
+    expected = F.cross_entropy(special.double(), labels, reduction="none")
+    assert expected.isnan().tolist() == [False, True, True, False, False]
+    for size in (1, 2):
+        losses, made = Ranks(size).run(special, labels, scale)
+        if not torch.allclose(losses.double(), expected.expand(size, -1), rtol=1e-5, equal_nan=True):
+            yield f"special numbers on {size}: {losses.tolist()}"
+        if made.isnan().all(-1).tolist() != [False, True, True, False, False] or made[3].isnan().any():
+            yield f"gradients of special numbers on {size}"
+
+
+def of_rows_apart(logits: Tensor, labels: Tensor, scale: Tensor) -> Iterator[str]:
+    """Whether rows that stand apart are found, and what is between them is not touched."""
+    wide = torch.cat([logits, torch.full_like(logits, 7.0)], -1)
+    part, alone = wide[:, :COLUMNS], logits.clone()
+    axis = Axis(1, 0, None)  # type: ignore[arg-type]
+    losses = [loss._fused(each, labels, axis, scale) for each in (part, alone)]
+    if not torch.equal(*losses) or not torch.equal(part, alone) or not (wide[:, COLUMNS:] == 7.0).all():
+        yield "rows that stand apart"
 
 
 def main() -> int:
