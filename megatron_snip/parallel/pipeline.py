@@ -102,20 +102,21 @@ class Pipeline:
             self._schedules[use] = (microbatches, schedule)
         return self._schedules[use][1]
 
-    def forward_backward(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
+    def forward_backward(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> Callable[[], float]:
         """Run the batch and accumulate its gradients in `.grad`.
 
         context: settings of the pass, except iteration and tokens, which are set here.
-        Returns this rank's share of the loss: the sum over all ranks is tp times the loss in nats.
+        Returns a function that waits for the device and returns this rank's share of the loss: the sum over all ranks
+        is tp times the loss in nats.  Call it when the device has other work to do.
         """
         return self._run(batch, iteration, context, training=True)
 
     @torch.no_grad()
     def evaluate(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
         """The same share of the loss, without gradients."""
-        return self._run(batch, iteration, context, training=False)
+        return self._run(batch, iteration, context, training=False)()
 
-    def _run(self, batch: BatchLike, iteration: int, context: StepContext, *, training: bool) -> float:
+    def _run(self, batch: BatchLike, iteration: int, context: StepContext, *, training: bool) -> Callable[[], float]:
         """Set up the context of the pass, and drop the weight casts that linears keep afterwards."""
         tokens: int | Tensor = batch.tokens.numel() * self.mesh.dp.size
         if self._begin is not None:
@@ -129,7 +130,7 @@ class Pipeline:
             # have the same address on some ranks only, but all must agree on what to cast and reduce over tp.
             drop_weight_casts(self.stages.values())
 
-    def _plain(self, batch: BatchLike, context: StepContext, *, training: bool) -> float:
+    def _plain(self, batch: BatchLike, context: StepContext, *, training: bool) -> Callable[[], float]:
         (stage,) = self.stages.values()
         tokens, labels = self._own(batch.tokens).to(self.device), self._own(batch.labels).to(self.device)
         samples, losses = batch.sample_index.tolist(), []
@@ -142,7 +143,7 @@ class Pipeline:
             losses.append(loss.detach())
         return self._share(losses)
 
-    def _pipelined(self, batch: BatchLike, context: StepContext, *, training: bool) -> float:
+    def _pipelined(self, batch: BatchLike, context: StepContext, *, training: bool) -> Callable[[], float]:
         use = "training" if training else "evaluation" if context.token_losses is None else "trial"
         schedule = self._schedule(use, len(batch.tokens), training=training)
         tokens, labels = self._own(batch.tokens).flatten(0, 1), self._own(batch.labels).flatten(0, 1).to(self.device)
@@ -161,7 +162,12 @@ class Pipeline:
         """This rank's shard [M, B, S/cp] of whole sequences [M, B, S]."""
         return own_tokens(x, self.mesh.cp)
 
-    def _share(self, losses: Sequence[Tensor]) -> float:
+    def _share(self, losses: Sequence[Tensor]) -> Callable[[], float]:
         # one read, so that the host waits for the device once instead of at every microbatch
-        self.losses = torch.stack([loss.detach() for loss in losses]).flatten().cpu().numpy().tolist() if losses else []
-        return sum(self.losses)
+        together = torch.stack([loss.detach() for loss in losses]).flatten() if losses else None
+
+        def read() -> float:
+            self.losses = [] if together is None else together.cpu().numpy().tolist()
+            return sum(self.losses)
+
+        return read

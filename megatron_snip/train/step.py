@@ -53,7 +53,8 @@ class Stepper:
         """Sums over all ranks, in double precision."""
         vector = torch.tensor(shares, dtype=torch.float64, device=self.pipeline.device)
         dist.all_reduce(vector, group=self.mesh.world)
-        return [float(value) for value in vector]
+        summed: list[float] = vector.tolist()  # one read
+        return summed
 
     def _loss_share(self, share: float) -> float:
         """Count the loss once, since all tp ranks of the last stage hold the same one."""
@@ -64,10 +65,11 @@ class Stepper:
     ) -> tuple[Pass, bool]:
         """Compute the batch's gradients in place; returns the pass and whether any rank has `stop`."""
         stages = self.pipeline.stages.values()
-        share = self.pipeline.forward_backward(batch, iteration, context)
+        read_share = self.pipeline.forward_backward(batch, iteration, context)
         sum_gradients_over_tp(stages, self.mesh, sequence_parallel=self.config.parallel.sequence_parallel)
         sum_tied_gradients(stages, self.mesh)
-        self.local = (self._loss_share(share), gradient_square_sum(stages, self.mesh))
+        square = gradient_square_sum(stages, self.mesh)  # before the share, so that the device is not idle meanwhile
+        self.local = (self._loss_share(read_share()), square)
         loss, square, stops = self._sum(*self.local, float(stop))
         # in float32, so that the order in which the ranks' squares are added has no effect
         norm = torch.tensor(square).sqrt().item()

@@ -34,7 +34,7 @@ def gradients(one) -> dict[str, torch.Tensor]:
 def test_the_loss_is_the_mean_over_all_tokens(parts):
     one = parts(micro_batch_size=2)
     batch = one.train_loader.batch(0)
-    loss = one.stepper.pipeline.forward_backward(batch, 1)
+    loss = one.stepper.pipeline.forward_backward(batch, 1)()
     (stage,) = one.stages.values()
     with torch.no_grad():
         logits = torch.cat(
@@ -70,7 +70,7 @@ def test_evaluation_is_the_same_loss_and_leaves_no_gradient(parts):
     batch = one.train_loader.batch(0)
     loss = one.stepper.pipeline.evaluate(batch, 1)
     assert all(p.grad is None for p in one.optimizer.parameters.values())
-    assert loss == one.stepper.pipeline.forward_backward(batch, 1)
+    assert loss == one.stepper.pipeline.forward_backward(batch, 1)()
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -98,7 +98,7 @@ def test_the_iteration_reaches_the_random_bits(parts):
     batch = one.train_loader.batch(0)
     losses, seen = [], []
     for iteration in (1, 1, 2):
-        losses.append(one.stepper.pipeline.forward_backward(batch, iteration))
+        losses.append(one.stepper.pipeline.forward_backward(batch, iteration)())
         seen.append(gradients(one)["layers.0.mlp.up_proj.weight"])
         one.optimizer.zero_grad()
     assert losses[0] == losses[1] == losses[2]
