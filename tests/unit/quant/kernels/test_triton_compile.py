@@ -247,8 +247,20 @@ FIRST = (
     "fp8 weight from float32, two operands",
     "fp4 grad_output, stochastic, two operands",
 )
+#: What does not hold yet, by Triton 3.9; only a Blackwell GPU can say whether another tiling is faster.
+KNOWN = {
+    "nvfp4_4over6 weight, two swizzled": "138 registers leave 8 warps; a tiling with 16 issues half as much again",
+    "nvfp4_4over6 grad_output, stochastic, two swizzled": "10 instructions spill at 128 registers",
+}
 EVERY = [
-    pytest.param(name, capability, marks=() if name in FIRST and capability == HOPPER else pytest.mark.slow)
+    pytest.param(
+        name,
+        capability,
+        marks=[
+            *([] if name in FIRST and capability == HOPPER else [pytest.mark.slow]),
+            *([pytest.mark.xfail(reason=KNOWN[name], strict=True)] if name in KNOWN else []),
+        ],
+    )
     for name, launch in LAUNCHES.items()
     for capability in devices(launch)
 ]
