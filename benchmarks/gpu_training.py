@@ -133,17 +133,10 @@ def profile(contact: Contact) -> Table:
     spent: dict[str, list[str]] = {kind: [] for kind in (*KINDS, "all kernels", "waiting for the host")}
     first = 2 if contact.rehearse else 7
     for name in names:
-        options = [
-            "--precision",
-            name,
-            "--train-iters",
-            str(first + 2),
-            "--profile",
-            "--profile-step-start",
-            str(first),
-        ]
-        sizes = [] if contact.rehearse else ["--global-batch-size", "4"]
-        train(contact, f"profile {name}", [*options, "--profile-step-end", str(first), *sizes], enough=first + 2)
+        options = ["--precision", name, "--train-iters", str(first + 2), "--profile"]
+        options += ["--profile-step-start", str(first), "--profile-step-end", str(first)]
+        options += [] if contact.rehearse else ["--global-batch-size", "4"]
+        train(contact, f"profile {name}", options, enough=first + 2)
         (path,) = (run_folder(contact, f"profile {name}") / "profile").glob("*.gz")
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         for kind, milliseconds in by_kind(events, "cpu_op" if contact.rehearse else "kernel").items():

@@ -173,8 +173,8 @@ class HeadToHead:
         """The format of each linear's fprop at the end of an arm."""
         final = final_switch(self.schedule.config(self.schedule.arms[name]))
         plans = sorted((folder / "plans").glob("*.json")) or [*folder.glob("by_hand.json")]
-        everywhere = LinearPrecision.parse(self.schedule.arms[name].get("precision", BASE)).fprop if not plans else ""
-        found = formats_of(str(plans[-1]) if plans else everywhere, names)
+        word = str(plans[-1]) if plans else LinearPrecision.parse(self.schedule.arms[name]["precision"]).fprop
+        found = formats_of(word, names)
         if final is not None:
             found = {each: final.of(LinearPrecision.uniform(fmt)).fprop for each, fmt in found.items()}
         return found

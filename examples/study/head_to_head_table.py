@@ -82,11 +82,9 @@ def described(options: Mapping[str, Any]) -> str:
     how = [f"by {options['snip-granularity'].upper()}"] if "snip-granularity" in options else []
     how += [f"every {options['snip-interval']}"] if "snip-interval" in options else []
     how += ["with updates"] if options.get("snip-weight") else []
-    share = (
-        f"as fast as {options['same-time-as']}"
-        if "same-time-as" in options
-        else f"{options.get('snip-target', 0.75):.0%}"
-    )
+    share = f"{options.get('snip-target', 0.75):.0%}"
+    if "same-time-as" in options:
+        share = f"as fast as {options['same-time-as']}"
     return f"{' '.join([who, *how])}: {options['snip-options']}, {share}{final}"
 
 
@@ -101,10 +99,8 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     if BASE not in own:
         raise UserError(f"{BASE} is not among the arms that have ended; a picture compares with it")
     found = {name: difference(own[name], own[BASE]) for name in own if name != BASE}
-    names, words = (
-        sorted(found, key=lambda name: found[name][0]),
-        {one["arm"]: described(one["options"]) for one in results},
-    )
+    names = sorted(found, key=lambda name: found[name][0])
+    words = {one["arm"]: described(one["options"]) for one in results}
     colours = [PLANNED if words[name].startswith("SNIP") else OTHERS for name in names]
     figure, axis = plt.subplots(figsize=(9, 0.29 * len(names) + 0.9))
     means, errors = ([1e3 * scale * found[name][i] for name in names] for i, scale in ((0, 1), (1, 2)))

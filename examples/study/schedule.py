@@ -105,12 +105,17 @@ def _words(name: str, value: Any) -> list[str]:
 def read_schedule(path: Path) -> Schedule:
     """Read a TOML file.  UserError naming the file if it is none, for unknown and missing names, and for arms that
     no training takes.
+
+    `like`, another schedule's file beside it, gives what the file itself does not say.
     """
     data = read_file(path, "schedule", "give one such as examples/study/schedules/smollm2.toml")
     try:
         values = tomllib.loads(data.decode())
     except ValueError as error:
         raise UserError(f"{path}: this schedule is no TOML ({error}); mend it") from None
+    if (like := values.pop("like", None)) is not None:
+        base = dataclasses.asdict(read_schedule(path.parent / like))
+        values = {**base, **values, "options": {**base["options"], **values.get("options", {})}}
     fields = dataclasses.fields(Schedule)
     if unknown := sorted(values.keys() - {field.name for field in fields}):
         raise UserError(f"{path}: unknown {', '.join(unknown)}; known: {', '.join(field.name for field in fields)}")

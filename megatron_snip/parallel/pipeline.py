@@ -107,7 +107,7 @@ class Pipeline:
 
         context: settings of the pass, except iteration and tokens, which are set here.
         Returns a function that waits for the device and returns this rank's share of the loss: the sum over all ranks
-        is tp times the loss in nats.  Call it when the device has other work to do.
+        is tp times the loss in nats.  Queue the device's other work before you call it.
         """
         return self._run(batch, iteration, context, training=True)
 

@@ -289,7 +289,7 @@ def _contiguous_along(dim: int, x: Tensor, shape: Sequence[int], dtype: torch.dt
     """Allocate [R, C] on the device of x [...], contiguous along ``dim``."""
     rows, cols = shape
     strides = (cols, 1) if dim == 1 else (1, rows)
-    return torch.empty_strided((rows, cols), strides, dtype=dtype, device=x.device)  # half of new_empty's host time
+    return torch.empty_strided((rows, cols), strides, dtype=dtype, device=x.device)  # less host time than new_empty
 
 
 def _quantise(x: Tensor, form: Form, tensor_amax: Tensor | None, count: bool) -> Operand:

@@ -98,6 +98,17 @@ def test_arms_are_trained_judged_and_compared(model, tmp_path, capsys):
     assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG") and "| fixed |" in capsys.readouterr().out
 
 
+def test_a_schedule_like_another(tmp_path):
+    (tmp_path / "toy.toml").write_text(TOY)
+    (path := tmp_path / "other.toml").write_text('like = "toy.toml"\nseeds = [7]\n[options]\nlr = 1e-2\n')
+    toy, other = read_schedule(tmp_path / "toy.toml"), read_schedule(path)
+    assert (other.seeds, other.arms, other.name) == ((7,), toy.arms, toy.name)
+    assert other.options == {**toy.options, "lr": 1e-2}
+    path.write_text('like = "none.toml"')
+    with pytest.raises(UserError, match=r"none.toml: cannot read the schedule"):
+        read_schedule(path)
+
+
 @pytest.mark.parametrize("path", SCHEDULES, ids=lambda path: path.stem)
 def test_a_picture_tells_arms_apart(path):
     words = [described(options) for options in read_schedule(path).arms.values()]

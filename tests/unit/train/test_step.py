@@ -8,6 +8,7 @@ from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.quant.kernels import op
+from megatron_snip.train import step
 from megatron_snip.train.setup import build, check
 
 
@@ -26,6 +27,20 @@ def test_the_loss_in_bf16(parts):
     for linear in parts.linears.values():
         linear.precision = LinearPrecision.uniform("bf16")
     assert parts.stepper.evaluate(batch, 1) == plain
+
+
+def test_the_loss_is_read_after_the_norms_kernels_are_queued(parts, monkeypatch):
+    """A GPU has nothing to do from the moment that the host has read the loss."""
+    run, norm, order = parts.stepper.pipeline.forward_backward, step.gradient_square_sum, []
+
+    def watched(*args):
+        read = run(*args)
+        return lambda: order.append("loss") or read()
+
+    monkeypatch.setattr(parts.stepper.pipeline, "forward_backward", watched)
+    monkeypatch.setattr(step, "gradient_square_sum", lambda *args: order.append("norm") or norm(*args))
+    found, _ = parts.stepper.gradients(parts.train_loader.batch(0), 1)
+    assert order == ["norm", "loss"] and found.loss > 0 < found.grad_norm
 
 
 @pytest.mark.parametrize("breaks", [False, True])
