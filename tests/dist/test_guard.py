@@ -30,7 +30,7 @@ BOTH = pytest.mark.parametrize("layout", ["one", "tp2 x pp2"])
 ONE = pytest.mark.parametrize("layout", ["one", pytest.param("tp2 x pp2", marks=pytest.mark.slow)])
 #: Plans come to hold at 3, 8 and 13.
 OPTIONS = {
-    "precision": "snip", "snip_start": 2, "snip_interval": 5, "snip_target": 0.75, "train_iters": 13, "lr": 5e-3,
+    "precision": "snip", "snip_granularity": "linear", "snip_start": 2, "snip_interval": 5, "snip_target": 0.75, "train_iters": 13, "lr": 5e-3,
     "snip_stage_constraint": "none", "spike_window": 7, "spike_nats": 1.0, "spike_deviations": 1.0, "snip_guard": True,
     "snip_guard_patience": 2, "save_interval": 4, "log_all_ranks": True, "snip_trials": 0,
 }  # fmt: skip

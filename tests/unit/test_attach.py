@@ -121,7 +121,7 @@ def test_a_probe_leaves_no_trace(mixed):
     for name, p in model.named_parameters():
         assert p.grad is grads[name] and torch.equal(p.grad, values[name])
     assert stats.tokens == 256 and not stats.not_finite and snip.statistics is stats
-    plan = snip.solve(0.5)
+    plan = snip.solve(0.5, granularity="linear")
     assert plan.achieved == 0.5 and torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -275,7 +275,7 @@ def test_a_part_of_a_block_is_judged_at_its_own_output():
 def test_plans_travel_by_file(mixed, tmp_path):
     snip = attach(mixed)
     snip.probe(lambda: loss_of(mixed))
-    snip.solve(0.5).save(tmp_path / "plan.json")
+    snip.solve(0.5, granularity="linear").save(tmp_path / "plan.json")
     for path in (str(tmp_path / "plan.json"), tmp_path / "plan.json"):
         snip.apply(path)
     assert snip.plan.achieved == 0.5

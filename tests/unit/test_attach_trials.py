@@ -89,13 +89,13 @@ def test_the_largest_share_below_a_loss(probed, monkeypatch):
         fp4 = [linear.precision == LinearPrecision.uniform("fp4") for linear in snip.linears.values()]
         return held_out(model) * 0 + 0.01 * sum(fp4)
 
-    plan = snip.solve(max_loss=0.055, held_out=losses, trials=10)
+    plan = snip.solve(max_loss=0.055, granularity="linear", held_out=losses, trials=10)
     low = [name for name, precision in plan.linears.items() if str(precision) == "fp4"]
     assert len(low) == 5 and plan.trial.increase == pytest.approx(0.05)
     assert [one["name"] for one in plan.trial.tried[:3]] == ["target 0%", "target 100%", "target 50%"]
-    assert set(map(str, snip.solve(max_loss=1e-3, held_out=losses).linears.values())) == {"fp8"}
+    assert set(map(str, snip.solve(max_loss=1e-3, granularity="linear", held_out=losses).linears.values())) == {"fp8"}
     monkeypatch.setattr(Predictions, "total_loss_divergence", lambda self, linears: 1.0)
-    assert set(map(str, snip.solve(max_loss=0.055, held_out=losses).linears.values())) == {"fp8"}
+    assert set(map(str, snip.solve(max_loss=0.055, granularity="linear", held_out=losses).linears.values())) == {"fp8"}
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ WORDS = {
     "no_load_optim": True, "finetune": True,
     "exit_on_missing_checkpoint": True, "accept_changed_data": True, "precision": "snip", "precision_plan": "plan.json",
     "linear_impl": "emulated", "snip_target": "0.5", "snip_target_unit": "time", "snip_interval": "11",
-    "snip_start": "12", "snip_apply_lag": "2", "snip_options": "fp8,fp4/fp4/fp8", "snip_granularity": "gemm",
+    "snip_start": "12", "snip_apply_lag": "2", "snip_options": "fp8,fp4/fp4/fp8", "snip_granularity": "fused",
     "snip_fix": "layers.0.*=fp8",
     "snip_stage_constraint": "each", "snip_churn": "0.25", "gemm_times": "times.json",
     "snip_objective": "random", "snip_probe_tokens": "512", "snip_weight": "2.0",

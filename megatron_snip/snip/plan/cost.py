@@ -177,23 +177,23 @@ def _kernel(name: str) -> tuple[Any, int]:
 NOMINAL = GemmTimes()
 
 
-def linear_options(formats: Iterable[str], granularity: str = "linear") -> list[LinearPrecision]:
-    """Options of a linear.  "linear", "fused": each of ``formats`` (or triples such as "fp4/fp4/fp8") unchanged;
-    "gemm":
-    every combination over the three GEMMs.  Keeps the order, drops duplicates.
+def linear_options(formats: Iterable[str], granularity: str = "gemm") -> list[LinearPrecision]:
+    """Options of a linear.  "linear", "fused": each of ``formats`` unchanged.  "gemm": every combination of the single
+    formats over the three GEMMs, then the triples such as "fp4/fp4/fp8".  Keeps the order, drops duplicates.
 
-    Raises UserError for unknown formats or granularities, no format, and triples in "gemm".
+    Raises UserError for unknown formats or granularities, and for no format.
     """
     names = list(dict.fromkeys(formats))
     if granularity not in GRANULARITIES:
         raise UserError(f"unknown granularity {granularity!r}; known: {', '.join(GRANULARITIES)}")
     if not names:
         raise UserError("no options to plan with; name at least one format, such as fp8,fp4")
-    if granularity != "gemm":
-        return list(dict.fromkeys(LinearPrecision.parse(name) for name in names))
-    if triples := [name for name in names if "/" in name]:
-        raise UserError(f"options {triples} already name three GEMMs; granularity gemm takes single formats")
-    return [LinearPrecision(*triple) for triple in product(names, repeat=len(GEMMS))]
+    options = [LinearPrecision.parse(name) for name in names]
+    if granularity == "gemm":
+        single = [name for name in names if "/" not in name]
+        triples = [option for name, option in zip(names, options, strict=True) if "/" in name]
+        options = [*(LinearPrecision(*formats) for formats in product(single, repeat=len(GEMMS))), *triples]
+    return list(dict.fromkeys(options))
 
 
 def fused_ties(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:

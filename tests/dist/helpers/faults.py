@@ -98,7 +98,8 @@ def run_on_files(options: dict[str, Any], cut: tuple[str, int] | None = None) ->
 
 def differing_plans(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Two solves, the first of which reaches rank 1 changed: what each application told, and the precisions then."""
-    _, parts = make({**SMALL, "precision": "snip", "snip_start": 1, "snip_interval": 2, **options})
+    snip = {"precision": "snip", "snip_granularity": "linear", "snip_start": 1, "snip_interval": 2}
+    _, parts = make({**SMALL, **snip, **options})
     assert parts.coordinator is not None
     read = coordinator.Plan.from_dict
 

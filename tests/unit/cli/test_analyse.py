@@ -103,7 +103,8 @@ def test_the_table_of_plans_by_hand(tmp_path):
     token = {"fp8": [1e-4] * 7, "mxfp4": [*[3e-3] * 3, math.nan, *[4e-3] * 3], "nvfp4_plain": [2e-3] * 7}
     stats = statistics(shapes, token, ones, dict.fromkeys(token, ones))
     own, _ = parse_own(["model", "--data", "text"])
-    options = {**MODEL, "num_layers": 1, "snip_options": "fp8,mxfp4,nvfp4_plain", "precision": "snip"}
+    options = {**MODEL, "num_layers": 1, "snip_options": "fp8,mxfp4,nvfp4_plain"}
+    options |= {"precision": "snip", "snip_granularity": "linear"}
     planned = plan_and_try(Config().replace(**options), [stats], (0.4, 0.404, 0.5), None)
     assert list(planned.plans) == ["plan_40", "plan_40.4", "plan_50"]
     text = write(tmp_path, own, stats, Sensitivity.of([stats]), planned)

@@ -73,7 +73,7 @@ def test_options_are_those_that_were_measured(generate, tmp_path, finished_run):
     stats = json.loads((finished_run / "stats/iter_0000003.json").read_text())
     stats["columns"] = [name.replace("fp8", "mxfp8").replace("fp4", "nvfp4") for name in stats["columns"]]
     (tmp_path / "stats.json").write_text(json.dumps(stats))
-    generate(stats=tmp_path / "stats.json")
+    generate("--granularity", "linear", stats=tmp_path / "stats.json")
     plan = Plan.load(tmp_path / "plans/best.json")
     assert {str(precision) for precision in plan.linears.values()} == {"mxfp8", "nvfp4"}
 
@@ -112,7 +112,7 @@ def test_the_trainers_options_hold(generate, tmp_path):
             part = [shape for shape in shapes() if shape.name.startswith(f"layers.{block}.")]
             kept = {shape.name: plan.linears[shape.name] for shape in part}
             assert Plan(0, kept).fp4_share(part) >= 0.5
-    said = generate("--options", "bf16,fp8", "--efficiency-saving", "0.3")
+    said = generate("--options", "bf16,fp8", "--granularity", "linear", "--efficiency-saving", "0.3")
     heads, *rows = [re.split(r"  +", line) for line in said.splitlines()[:-1]]
     assert heads[:3] == ["plan", "time saved", "FP4 share"]
     assert all(float(row[1].rstrip("%")) >= 30 and row[2] == "0.00%" for row in rows)

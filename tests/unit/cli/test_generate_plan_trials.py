@@ -26,6 +26,7 @@ def trying(generate, finished_run, monkeypatch):
     monkeypatch.setattr(runtime, "stop", lambda: None)
     words = ["--load", str(finished_run / "checkpoints/iter_0000002"), "--snip-probe-tokens", "256"]
     words += ["--snip-trial-tokens", "256", "--snip-trials", "4", "--snip-options", "fp8,fp4"]
+    words += ["--snip-granularity", "linear"]
     return lambda *more, **how: generate(*words, *more, **how)
 
 
@@ -47,7 +48,7 @@ def test_a_plan_that_was_tried(trying, generate, tmp_path, finished_run, monkeyp
     assert best.achieved >= 0.5 and best.iteration == 3
     rows = json.loads((tmp_path / "plans/pareto.json").read_text())["plans"]
     before = best.linears
-    generate("--efficiency-saving", "0.5")
+    generate("--efficiency-saving", "0.5", "--granularity", "linear")
     plain = Plan.load(tmp_path / "plans/best.json")
     assert {row["bound"] for row in rows.values()} == {plain.solver.bound}, "whatever plan measured best"
     assert plain.trial is None and (plain.linears == before) == (best.trial.name == "solver")
@@ -58,7 +59,8 @@ def test_it_measures_what_the_run_would(trying, finished_run, tmp_path, monkeypa
     monkeypatch.setattr(loop, "write_report", lambda run_dir: run_dir)
     monkeypatch.setattr(loop, "format_summary", lambda run_dir: "")
     snip = {"precision": "snip", "snip_start": 3, "snip_interval": 9, "snip_apply_lag": 0, "snip_probe_tokens": 256,
-            "snip_target": 0.5, "snip_trials": 4, "snip_trial_tokens": 256, "train_iters": 4}  # fmt: skip
+            "snip_target": 0.5, "snip_trials": 4, "snip_trial_tokens": 256, "snip_granularity": "linear",
+            "train_iters": 4}  # fmt: skip
     folders = {"load": str(finished_run / "checkpoints"), "ckpt_step": 2, "save": str(tmp_path / "saves")}
     loop.train(Config().replace(**{**TINY, **snip, **folders, "run_dir": str(tmp_path / "run")}))
     trying("--try", "--efficiency-saving", "0.5")

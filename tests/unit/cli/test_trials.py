@@ -29,7 +29,8 @@ def batch(costs=COSTS):
 
 
 def config(**more) -> Config:
-    return Config().replace(**{**MODEL, "num_layers": 1, "snip_options": "fp8,fp4", "precision": "snip", **more})
+    snip = {"snip_options": "fp8,fp4", "precision": "snip", "snip_granularity": "linear"}
+    return Config().replace(**{**MODEL, "num_layers": 1, **snip, **more})
 
 
 def trials(lone_mesh, together=(), costs=COSTS) -> Trials:

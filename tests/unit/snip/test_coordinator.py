@@ -59,6 +59,7 @@ def make(lone_mesh, tmp_path):
             "snip_start": 3,
             "snip_apply_lag": 1,
             "snip_weight": 1.0,
+            "snip_granularity": "linear",
             **snip,
         }
         config = SnipConfig(**{"snip_options": ",".join(options), **snip})

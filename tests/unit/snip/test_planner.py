@@ -29,7 +29,9 @@ def batches(noise: float, count: int) -> list[Statistics]:
 
 
 def regret(each: list[Statistics], target=0.5) -> float | None:
-    config = Config().replace(**{**MODEL, "num_layers": 1}, snip_target=target, snip_options="fp8,fp4")
+    config = Config().replace(
+        **{**MODEL, "num_layers": 1}, snip_target=target, snip_options="fp8,fp4", snip_granularity="linear"
+    )
     choices = check_choices(config.snip, LINEARS)
     planner = Planner(config, Statistics.mean(each), LINEARS, choices, NOMINAL)
     return planner.regret(planner.solve("snip"), each)

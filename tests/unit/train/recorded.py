@@ -78,7 +78,13 @@ def run_of_everything(folder: Path, shift: float = 0.0) -> Path:
             row |= {"snip/predicted_loss_divergence": 0.02 + 0.001 * i, "snip/plan_hash": plans[-1].hash}
         lines.append(line(i, **row))
     measured().save(folder / "stats/iter_0000100.json")
-    options = {"precision": "snip", "snip_options": "fp8,fp4", "vocab_size": 128, "global_batch_size": 4}
+    options = {
+        "precision": "snip",
+        "snip_options": "fp8,fp4",
+        "snip_granularity": "linear",
+        "vocab_size": 128,
+        "global_batch_size": 4,
+    }
     return write_run(folder, lines, tuple(plans), **options)
 
 

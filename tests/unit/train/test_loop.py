@@ -25,6 +25,7 @@ from megatron_snip.train.step import Stepper
 from tests.unit.train.conftest import TINY
 
 SNIP = {
+    "snip_granularity": "linear",
     "snip_probe_tokens": 1,
     "snip_trials": 0,
     "precision": "snip",

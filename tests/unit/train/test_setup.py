@@ -84,10 +84,6 @@ def test_a_tokenizer_with_more_ids_than_the_model(config, tmp_path):
             {"precision": "snip", "snip_options": "fp8,fp4/fp8/fp8"},
             ["--snip-target 0.75", "(0.333)", "lower it or add an option"],
         ),
-        (
-            {"precision": "snip", "snip_options": "fp8,fp4/fp8/fp8", "snip_granularity": "gemm"},
-            ["options ['fp4/fp8/fp8'] already name three GEMMs"],
-        ),
         ({"precision": "snip", "snip_fix": "layers.1.*=fp8"}, ["--snip-fix pattern 'layers.1.*' matches no linear"]),
         ({"precision": "snip", "snip_fix": "layers.0.*=fp8"}, ["--snip-fix 'layers.0.*=fp8': target 0.75 is out of"]),
         ({"precision": "snip", "gemm_times": "none.json"}, ["none.json: cannot read the table of GEMM times"]),

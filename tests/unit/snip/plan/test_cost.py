@@ -98,16 +98,15 @@ def test_achieved_is_the_sum_of_the_chosen_entries():
 
 
 def test_options_by_granularity():
-    assert linear_options(["fp8", "fp4", "fp8"]) == [FP8, FP4]
+    assert linear_options(["fp8", "fp4", "fp8"], "linear") == [FP8, FP4]
     assert linear_options(["fp4", "fp4/fp8/fp4"], "fused") == [FP4, MIXED]
     triples = linear_options(["fp8", "fp4"], "gemm")
     assert len(set(triples)) == 8 and triples[0] == FP8 and triples[-1] == FP4 and MIXED in triples
+    assert linear_options(["fp4/fp8/fp4", "fp8", "bf16/fp8/fp8"]) == [FP8, MIXED, LinearPrecision.parse("bf16/fp8/fp8")]
     with pytest.raises(ValueError, match="unknown granularity 'layer'; known: linear, gemm, fused"):
         linear_options(["fp4"], "layer")
     with pytest.raises(ValueError, match="name at least one"):
         linear_options([])
-    with pytest.raises(ValueError, match="single formats"):
-        linear_options(["fp4/fp4/fp8"], "gemm")
     with pytest.raises(ValueError, match="fp5"):
         linear_options(["fp5"])
 

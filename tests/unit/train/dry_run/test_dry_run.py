@@ -88,7 +88,7 @@ def test_gemms_flops_and_launches() -> None:
 
 def test_text_and_no_file(peaks, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    command.dry_run(Config().replace(**OPTIONS, memory_gib=1.0, dry_run_gemms=True))
+    command.dry_run(Config().replace(**OPTIONS, snip_granularity="linear", memory_gib=1.0, dry_run_gemms=True))
     text = capsys.readouterr().out
     assert not list(tmp_path.iterdir())
     assert "4 Hopper GPUs, tensor parallel 1 x pipeline parallel 2 x data parallel 2, 4 microbatches of 256" in text
