@@ -129,6 +129,8 @@ class TrainingConfig:
     # How weights, gradients and moments are stored: fp32, or BF16 without a float32 master; see docs/numerics.md.
     optimizer_precision: Literal["fp32", "collage-light", "collage-plus", "bf16-stochastic", "bf16"] = "fp32"
     optimizer_impl: Literal["torch", "apex"] = "torch"  # apex: FusedAdam of NVIDIA's apex, on GPUs.
+    optimizer_cpu_offload: bool = False  # Hold AdamW's state and main weights on the host, and update them there.
+    optimizer_offload_fraction: float = 1.0  # With optimizer-cpu-offload: the share of the parameters it is for.
     # With eod-mask-loss: average over all tokens of the batch, not over the means of microbatches.
     calculate_per_token_loss: bool = False
     clip_grad: float = 1.0  # Clip the global gradient norm to this; 0: no clipping.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megatron_snip.mesh import Mesh
 from megatron_snip.parallel.tags import Tags, tags_of
@@ -83,10 +84,13 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def sharded_as(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor of the layout of ``tensor`` [...] around a local shard of the same shape."""
+    """A tensor of the layout of ``tensor`` [...] around a local shard of the same shape, on any device."""
     if not isinstance(tensor, DTensor):
         return local
     mesh, placements = tensor.device_mesh, tensor.placements
+    if local.device.type != mesh.device_type:  # `from_local` would copy the shard to the mesh's device
+        spec = DTensorSpec(mesh, placements, TensorMeta(tensor.shape, tensor.stride(), local.dtype))
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 

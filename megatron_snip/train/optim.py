@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from megatron_snip.quant import RoundingKey, name_stream
 from megatron_snip.quant.adamw.expansion import LOW
 from megatron_snip.quant.adamw.step import Scalars
 from megatron_snip.train.bf16_adamw import Bf16AdamW
+from megatron_snip.train.host_states import HostCopies
 from megatron_snip.train.lost_updates import LostUpdates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -56,10 +57,17 @@ class Optimizer:
 
     moments: whether to allocate them; without them, updates are impossible.
     mesh: of the layout that shards the parameters; without one, they are whole.
+    host: names of the parameters that are updated on the host, where their state lies.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], config: TrainingConfig, *, moments: bool = True, mesh: Mesh | None = None
+        self,
+        modules: Iterable[nn.Module],
+        config: TrainingConfig,
+        *,
+        moments: bool = True,
+        mesh: Mesh | None = None,
+        host: Collection[str] = (),
     ) -> None:
         self.config = config
         self.steps = 0  # updates made; skipped iterations do not count
@@ -67,10 +75,10 @@ class Optimizer:
         modules = list(modules)
         self.parameters = {name: p for module in modules for name, p in module.named_parameters()}
         self.tags = tags_of(*modules)
-        # shares memory with the parameter, so that an in-place update changes the parameter
-        self._local = {
-            name: nn.Parameter(local_of(p.detach()), requires_grad=True) for name, p in self.parameters.items()
-        }
+        shards = {name: local_of(p.detach()) for name, p in self.parameters.items()}
+        self._host = HostCopies({name: shard for name, shard in shards.items() if moments and name in host})
+        # shares memory with the parameter, so that an in-place update changes the parameter; on the host, a copy
+        self._local = {name: nn.Parameter(shard) for name, shard in shards.items()} | self._host.weights
         decayed = [p for name, p in self._local.items() if self.tags[name].weight_decay]
         others = [p for name, p in self._local.items() if not self.tags[name].weight_decay]
         groups = [
@@ -102,9 +110,9 @@ class Optimizer:
     def set_steps(self, steps: int, samples: int | None = None) -> None:
         """Set the number of updates so far, for Adam's bias correction, and the number of samples in them.
 
-        samples: by default, full batches.
+        Call it after writing weights or state.  samples: by default, full batches.
         """
-        self.steps = steps
+        self.steps, self._host.stale = steps, True
         self.samples = steps * self.config.global_batch_size if samples is None else samples
         if isinstance(self._adam, Bf16AdamW):
             self._adam.steps = steps
@@ -128,49 +136,55 @@ class Optimizer:
 
         weight_decay: for matrices; by default --weight-decay.  lost: measures what reaches the weights.
         """
-        for name, p in self._local.items():
-            grad = self.parameters[name].grad
-            p.grad = None if grad is None else local_of(grad)
-        grads = [p.grad for p in self._local.values() if p.grad is not None]
-        if isinstance(self._adam, Bf16AdamW):
-            self._adam.clip, self._adam.steps = coefficient, self.steps
-        elif coefficient != 1.0:
-            torch._foreach_mul_(grads, coefficient)
+        grads = {name: self.gradient(name) for name, p in self.parameters.items() if p.grad is not None}
+        self._host.fetch({name: grads.pop(name) for name in self._host.weights if name in grads})
         for group in self._adam.param_groups:
             group["lr"] = lr
             if group["decays"]:
                 group["weight_decay"] = self.config.weight_decay if weight_decay is None else weight_decay
-        if lost is None:
-            self._adam.step()
-        else:
-            self._step_one_by_one(lost, lr)
+        self._update(grads, coefficient, lost)
+        for names in self._host.arrived():
+            self._update({name: self._host.grads[name] for name in names}, coefficient, lost)
+            self._host.send(names)
+        self._host.finish()
         self.steps += 1
         self.samples += samples
 
-    def _step_one_by_one(self, lost: LostUpdates, lr: float) -> None:
-        """Update one parameter after the other, so that one copy of a weight is in memory at a time."""
-        t, grads = self.config, {p: p.grad for p in self._local.values()}
-        for p in grads:
-            p.grad = None
-        decays = {p: group["weight_decay"] for group in self._adam.param_groups for p in group["params"]}
-        for name, p in self._local.items():
-            p.grad, state = grads[p], self._adam.state[p]
-            if p.grad is None:
-                continue
+    def _update(self, grads: Mapping[str, Tensor], coefficient: float, lost: LostUpdates | None) -> None:
+        """Update the parameters that have one of these gradients, local shards [...]."""
+        if isinstance(self._adam, Bf16AdamW):
+            self._adam.clip = coefficient
+        elif coefficient != 1.0 and grads:
+            torch._foreach_mul_(list(grads.values()), coefficient)
+        if lost is None:
+            self._run_adam(grads)
+            return
+        t, groups = self.config, self._adam.param_groups
+        lr, decays = groups[0]["lr"], {p: group["weight_decay"] for group in groups for p in group["params"]}
+        for name, grad in grads.items():  # one after the other, so that one copy of a weight is in memory at a time
+            p, state = self._local[name], self._adam.state[self._local[name]]
             weight = [p.detach(), *([state[f"weight{LOW}"]] if f"weight{LOW}" in state else [])]
             before = [one.clone() for one in weight]
-            if isinstance(self._adam, Bf16AdamW):
-                self._adam.steps = self.steps
-            self._adam.step()
+            self._run_adam({name: grad})
             scalars = Scalars.of(self.steps + 1, lr, decays[p], (t.adam_beta1, t.adam_beta2), t.adam_eps)
             lost.add(name, before, weight, state["exp_avg"], state["exp_avg_sq"], scalars)
+
+    def _run_adam(self, grads: Mapping[str, Tensor]) -> None:
+        """A step of the optimiser on the parameters that have one of these gradients."""
+        if not grads:
+            return
+        if isinstance(self._adam, Bf16AdamW):
+            self._adam.steps = self.steps
+        for name, p in self._local.items():
+            p.grad = grads.get(name)
+        self._adam.step()
+        for p in self._local.values():
             p.grad = None
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for name, p in self.parameters.items():
+        for p in self.parameters.values():
             p.grad = None
-            self._local[name].grad = None
 
     def moments(self, name: str) -> tuple[Tensor, ...]:
         """Adam's m and v of a parameter, and v's low part if there is one, local shards [...]."""
@@ -178,8 +192,15 @@ class Optimizer:
         return tuple(state[part] for part in self._stored if part != f"weight{LOW}")
 
     def state(self) -> list[Tensor]:
-        """Everything that is stored beside the weights, local shards [...]."""
-        return [self._adam.state[p][part] for p in self._local.values() for part in self._stored]
+        """Everything that the device stores beside the weights, local shards [...]."""
+        there = [p for name, p in self._local.items() if name not in self._host.weights]
+        return [self._adam.state[p][part] for p in there for part in self._stored]
+
+    def on_host(self) -> list[Tensor]:
+        """Main weights, gradients and state that lie on the host, local shards [...] and numbers of steps []."""
+        weights = self._host.weights.values()
+        states = [one for p in weights for one in self._adam.state[p].values()]
+        return [*(p.detach() for p in weights), *self._host.grads.values(), *states]
 
     def low_parts(self) -> dict[str, Tensor]:
         """The low parts of the weights that have them, by parameter, local shards [...]."""

@@ -43,6 +43,7 @@ from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.final import Final
 from megatron_snip.snip.plan.options import device_options, read_choices, read_times
 from megatron_snip.train.build_model import build_model, build_pipeline
+from megatron_snip.train.host_states import host_parameters
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan, read_memory_plan
 from megatron_snip.train.optim import Optimizer, check_optimizer_impl
 from megatron_snip.train.run.data_identity import Identity
@@ -284,7 +285,8 @@ def build(
     mesh = mesh or mesh_of(config, runtime)
     memory_plan = memory_plan or read_memory_plan(config, runtime.world_size)
     stages = build_model(config, mesh, runtime.device, memory_plan)
-    optimizer = Optimizer(stages.values(), config.training, moments=moments, mesh=mesh)
+    host = host_parameters(stages.values(), config.training, mesh)
+    optimizer = Optimizer(stages.values(), config.training, moments=moments, mesh=mesh, host=host)
     if draw:
         draw_weights(stages.values(), optimizer.low_parts())
     pipeline = build_pipeline(config, mesh, stages, runtime.device)

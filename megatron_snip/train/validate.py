@@ -49,7 +49,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
     "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
     "0 to 4294967295": ("seed",),  # range of numpy's seeds
-    "a share, 0 to 1": ("snip_target", "lr_warmup_fraction"),
+    "a share, 0 to 1": ("snip_target", "lr_warmup_fraction", "optimizer_offload_fraction"),
 }  # fmt: skip
 _WITHIN: dict[str, Callable[[float], bool]] = {
     "a positive number up to 9999": lambda value: 1 <= value <= 9999,
@@ -271,6 +271,16 @@ def _validate_optimizer(config: Config) -> None:
         raise UserError(
             f"--log-edq-interval is {interval}, but --optimizer-impl {t.optimizer_impl} updates all weights at once; "
             "use --optimizer-impl torch, or drop it"
+        )
+    if t.optimizer_cpu_offload and t.optimizer_impl != "torch":
+        raise UserError(
+            f"--optimizer-cpu-offload updates weights on the host, which --optimizer-impl {t.optimizer_impl} cannot; "
+            "use --optimizer-impl torch, or drop one"
+        )
+    if not t.optimizer_cpu_offload and t.optimizer_offload_fraction != 1.0:
+        raise UserError(
+            f"--optimizer-offload-fraction is {t.optimizer_offload_fraction}, but --optimizer-cpu-offload is not "
+            "given; add it, or drop this option"
         )
     if t.optimizer_precision == "fp32":
         return

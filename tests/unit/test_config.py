@@ -37,6 +37,7 @@ WORDS = {
     "start_weight_decay": "0.05", "end_weight_decay": "0.2", "weight_decay_incr_style": "linear",
     "lr_wsd_decay_iters": "3", "weight_decay": "0.1", "adam_beta1": "0.8", "adam_beta2": "0.95",
     "adam_eps": "1e-7", "optimizer_impl": "apex", "optimizer_precision": "collage-plus",
+    "optimizer_cpu_offload": True, "optimizer_offload_fraction": "0.5",
     "clip_grad": "0.5", "seed": "5", "bf16": True,
     "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": "2",
     "recompute_modules": ["mlp"], "memory_plan": "auto", "compile": True, "max_skipped_iterations": "4",

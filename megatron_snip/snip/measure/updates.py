@@ -30,7 +30,7 @@ class OptimizerView(Protocol):
     steps: int
 
     def moments(self, name: str) -> tuple[Tensor, ...]:
-        """Adam's m, and the parts of which v is the sum, [...] of any dtype."""
+        """Adam's m, and the parts of which v is the sum, [...] of any dtype; they may lie on the host."""
         ...
 
     def gradient(self, name: str) -> Tensor:
@@ -85,8 +85,8 @@ class Updates:
         parts = len(tensors) - 2  # of v
         squares = [torch.zeros((), dtype=torch.float64, device=tensors[0].device) for _ in range(1 + len(errors))]
         for g, m, *rest in _slices([*(tensor[rows] for tensor in tensors), *errors]):
-            g, m, noise = g.float() * clip, m.float(), rest[parts:]
-            v = reduce(torch.add, [part.float() for part in rest[:parts]])
+            m, *halves = (part.to(g.device).float() for part in (m, *rest[:parts]))
+            g, v, noise = g.float() * clip, reduce(torch.add, halves), rest[parts:]
             update = adam_update(g, m, v, step, self.adam)
             squares[0] += square(update)
             for total, e in zip(squares[1:], noise, strict=True):

@@ -35,6 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_snip.mesh import AXES, Mesh
 from megatron_snip.quant.kernels import op
 
+#: Tensors of --optimizer-cpu-offload, which take no memory of the device; what runs on them is not launched there.
+HOST = "host"
 KINDS = ("parameters", "gradients", "optimiser", "gathered", "activations", "casts", "temporaries")
 #: c10d's collectives -> (name here, index of the input argument, index of the group argument).
 _COLLECTIVES = {
@@ -80,7 +82,8 @@ class Stretch:
 class Measured:
     """Measurements of one rank.
 
-    parameters: its elements.  stored: bytes of its shards of weights, gradients and optimiser state at an update.
+    parameters: its elements.  stored: bytes of its shards of weights, gradients and optimiser state at an update, on
+    the device.  on_host: bytes of main weights, gradients and optimiser state on the host.
     """
 
     rank: int
@@ -88,6 +91,7 @@ class Measured:
     parameters: int
     stretches: tuple[Stretch, ...]
     stored: int
+    on_host: int = 0
 
     @property
     def worst(self) -> Stretch:
@@ -171,14 +175,19 @@ class Memory:
     def peak(self) -> dict[str, int]:
         """Bytes by kind at the peak since `begin`."""
         total = most = moment = 0
-        for place, (_, change) in enumerate(self.log):
+        for place, change in enumerate(self.changes()):
             total += change
             if total > most:
                 most, moment = total, place
-        kinds = dict.fromkeys(KINDS, 0)
+        kinds = dict.fromkeys((*KINDS, HOST), 0)
         for entry, change in self.log[: moment + 1]:
             kinds[entry.kind] += change
+        del kinds[HOST]
         return kinds
+
+    def changes(self) -> list[int]:
+        """The log's changes of the device's bytes."""
+        return [0 if entry.kind == HOST else change for entry, change in self.log]
 
 
 class Tracker(TorchDispatchMode):
@@ -189,6 +198,7 @@ class Tracker(TorchDispatchMode):
         self.memory = Memory(granule)
         self.counts: Counts = Counter()
         self.laps: list[Counts] = []
+        self.has_host = False  # whether some tensors are of the kind HOST
         self._axes: dict[str, str] = {}
         self._resize = torch.UntypedStorage.resize_
         self._shape_of = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -267,6 +277,8 @@ class Tracker(TorchDispatchMode):
             self._count_collective(name, args)
             return
         self.memory.add(outs, "activations" if torch._C._current_graph_task_id() == -1 else "temporaries")
+        if self.has_host and any((at := self.memory.of(one)) and at.kind == HOST for one in _tensors(args)):
+            return
         if space == "megatron_snip":
             self._label_casts(name, args, outs)
         elif space == "fsdp" and name.startswith("chunk_cat"):  # gradients before their reduction

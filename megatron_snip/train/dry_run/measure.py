@@ -47,7 +47,7 @@ from megatron_snip.snip.measure.probe import Pass
 from megatron_snip.snip.plan.cost import efficiency, stages
 from megatron_snip.snip.plan.options import read_choices
 from megatron_snip.snip.predict.sampling import batches_of
-from megatron_snip.train.dry_run.counts import Measured, Stretch, Tracker
+from megatron_snip.train.dry_run.counts import HOST, Measured, Stretch, Tracker
 from megatron_snip.train.dry_run.device import as_on, device_of
 from megatron_snip.train.dry_run.output import PROBE, TRIAL, trial_passes, trial_samples
 from megatron_snip.train.dry_run.phases import Phases, Recorder
@@ -201,6 +201,8 @@ class _Stretches:
         tracker.memory.mark((b for stage in parts.stages.values() for b in stage.buffers()), "parameters")
         tracker.memory.mark(weights, "parameters")
         tracker.memory.mark(optimizer.state(), "optimiser")
+        tracker.memory.mark(optimizer.on_host(), HOST)
+        tracker.has_host, self.on_host = bool(optimizer.on_host()), sum(one.nbytes for one in optimizer.on_host())
         m, t = few.model, few.training
         shape = (few.num_microbatches(mesh.dp.size), t.micro_batch_size)
         tokens, labels = (torch.zeros(*shape, m.seq_length, dtype=torch.int64) for _ in range(2))
@@ -250,7 +252,7 @@ class _Stretches:
                 stretches.append(self._trial())
         if self.parts.final is not None and self.parts.switch():
             stretches.append(self._stretch(f"iteration, {self.parts.final}", self._iteration))
-        return Measured(mesh.rank, mesh.pp.rank, self.parameters, tuple(stretches), self.stored)
+        return Measured(mesh.rank, mesh.pp.rank, self.parameters, tuple(stretches), self.stored, self.on_host)
 
     def _stretch(
         self, name: str, run: Callable[[], object], batches: int = 1, left_out: tuple[int, int] | None = None

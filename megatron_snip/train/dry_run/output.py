@@ -134,7 +134,8 @@ def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> st
     for one in measured:
         place = f"rank {one.rank}, pipeline stage {one.stage}"
         each = f"{one.stored / one.parameters:.4g} bytes each with gradients and optimiser"
-        lines += ["", f"{place}, holds {one.parameters / 1e9:.3f}e9 parameters, {each}", ""]
+        host = f", and {one.on_host / _GIB:.2f} GiB on the host" if one.on_host else ""
+        lines += ["", f"{place}, holds {one.parameters / 1e9:.3f}e9 parameters, {each}{host}", ""]
         lines += _aligned(_rows(one, config.dry_run.dry_run_gemms))
         if costs := _costs(config, world_size, one):
             lines += ["", *costs]

@@ -100,7 +100,7 @@ class Recorder:
 
     def phases(self) -> Phases:
         """The phases of the stretch that ran."""
-        changes = [change for _, change in self.tracker.memory.log]
+        changes = self.tracker.memory.changes()
         live = np.concatenate([[0], np.cumsum(np.array(changes, dtype=np.int64))])
         ends = [*(place for place, *_ in self.marks[1:]), len(changes)]
         last = self.tracker.counts

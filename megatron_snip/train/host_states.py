@@ -1,0 +1,112 @@
+"""AdamW on the host (--optimizer-cpu-offload): which parameters, and what travels between host and device.
+
+The host holds the main weight, the gradient and AdamW's state of such a parameter; the device keeps the weight that it
+computes with, and its gradient until the update.  A step copies all gradients down, on a stream of their own.  It
+updates a unit as soon as its gradients have arrived, and copies its new weights up while the next unit is updated.
+What follows on the device waits for the last copy.
+
+Blocks that run first stay on the device: the host's share is counted from the end of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from megatron_snip.config import TrainingConfig
+from megatron_snip.mesh import Mesh
+from megatron_snip.parallel.tags import tags_of
+
+
+def host_parameters(stages: Iterable[nn.Module], t: TrainingConfig, mesh: Mesh) -> list[str]:
+    """The parameters of a rank whose state lies on the host, in order of use; the same on all ranks that share them."""
+    if not t.optimizer_cpu_offload:
+        return []
+    stages, fraction = list(stages), t.optimizer_offload_fraction
+    sizes = {name: p.numel() for stage in stages for name, p in stage.named_parameters()}  # of DTensors: whole
+    if mesh.embedding is not None and fraction < 1:
+        # the two copies of a tied embedding must get the same bits, so both are updated on the device
+        tags = tags_of(*stages)
+        return [name for name in last_of(sizes, fraction) if tags[name].kind != "embedding"]
+    return last_of(sizes, fraction)
+
+
+def last_of(sizes: Mapping[str, int], fraction: float) -> list[str]:
+    """The fewest last names, in order, whose sizes are at least this share of all."""
+    found: list[str] = []
+    held, wanted = 0, fraction * sum(sizes.values())
+    for name in reversed(list(sizes)):
+        if held >= wanted:
+            break
+        found.append(name)
+        held += sizes[name]
+    return found[::-1]
+
+
+def unit_of(name: str) -> str:
+    """The unit that a parameter belongs to: layers.3, embed_tokens, norm or lm_head."""
+    found = re.match(r"layers\.\d+|[^.]+", name)
+    assert found is not None
+    return found[0]
+
+
+class HostCopies:
+    """Weights and gradients on the host of some parameters, and their transfers.
+
+    weights: the device's local shards [...] by name, in order of use.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._device = dict(weights)
+        #: Main weights, local shards [...].
+        self.weights = {name: nn.Parameter(_on_host(weight)) for name, weight in weights.items()}
+        #: Gradients, local shards [...]; valid from `arrived` to the next `fetch`.
+        self.grads = {name: _on_host(weight) for name, weight in weights.items()}
+        device = next((weight.device for weight in weights.values() if weight.is_cuda), None)
+        self._stream = None if device is None else torch.cuda.Stream(device)
+        self.stale = True  # whether something else than `send` has written the device's weights
+        self._events: dict[str, torch.cuda.Event] = {}  # by unit
+
+    @torch.no_grad()
+    def fetch(self, grads: Mapping[str, Tensor]) -> None:
+        """Start to copy these gradients down, local shards [...], and stale weights."""
+        assert len(grads) == len(self.weights), "a batch gives every parameter a gradient"
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for unit, names in groupby(self.weights, unit_of):
+                for name in names:
+                    self.grads[name].copy_(grads[name], non_blocking=True)
+                    if self.stale:
+                        self.weights[name].copy_(self._device[name], non_blocking=True)
+                if self._stream is not None:
+                    self._events[unit] = self._stream.record_event()
+        self.stale = False
+
+    def arrived(self) -> Iterator[list[str]]:
+        """The names of what was fetched, unit by unit, each once it is on the host."""
+        for unit, names in groupby(self.weights, unit_of):
+            if self._stream is not None:
+                self._events[unit].synchronize()
+            yield list(names)
+
+    @torch.no_grad()
+    def send(self, names: Iterable[str]) -> None:
+        """Start to copy main weights up."""
+        with torch.cuda.stream(self._stream):
+            for name in names:
+                self._device[name].copy_(self.weights[name], non_blocking=True)
+
+    def finish(self) -> None:
+        """Let the device wait for all copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+def _on_host(weight: Tensor) -> Tensor:
+    """Uninitialised memory like a weight [...], page-locked if that is on a GPU."""
+    return torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)

@@ -1,0 +1,38 @@
+"""Which parameters are updated on the host."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_snip.config import TrainingConfig
+from megatron_snip.train.host_states import last_of, unit_of
+from megatron_snip.train.optim import Optimizer
+from tests.unit.train.test_optim import Small
+
+SIZES = {"embed_tokens.weight": 50, "layers.0.mlp.up_proj.weight": 20, "layers.11.input_layernorm.weight": 10,
+         "norm.weight": 5, "lm_head.weight": 15}  # fmt: skip
+
+
+def test_the_last_that_are_at_least_the_share():
+    names = list(SIZES)
+    for fraction, count in ((0.0, 0), (0.15, 1), (0.151, 2), (0.2, 2), (0.5, 4), (0.501, 5), (1.0, 5)):
+        assert last_of(SIZES, fraction) == names[len(names) - count :]
+
+
+def test_units_are_what_runs_at_once():
+    assert [unit_of(name) for name in SIZES] == ["embed_tokens", "layers.0", "layers.11", "norm", "lm_head"]
+
+
+def test_a_weight_that_was_written_elsewhere_is_the_one_that_is_updated():
+    model, t = Small(), TrainingConfig(lr=0.1, weight_decay=0.0)
+    name = "down_proj.weight"
+    optimizer = Optimizer([model], t, host=[name])
+    weight, gradient = dict(model.named_parameters())[name], torch.ones(3, 7)
+    for steps, start in enumerate((2.0, 5.0)):
+        with torch.no_grad():
+            weight.fill_(start)
+        optimizer.set_steps(steps)  # as after reading a checkpoint
+        weight.grad = gradient.clone()
+        optimizer.step(0.1, 1.0)
+        assert torch.allclose(weight, torch.full((3, 7), start - 0.1))
+    assert len(optimizer.on_host()) == 2 + 3 and len(optimizer.state()) == 2 * 2
