@@ -193,14 +193,15 @@ class Optimizer:
 
     def state(self) -> list[Tensor]:
         """Everything that the device stores beside the weights, local shards [...]."""
-        there = [p for name, p in self._local.items() if name not in self._host.weights]
-        return [self._adam.state[p][part] for p in there for part in self._stored]
+        return [self._adam.state[p][part] for p in self._by_place(host=False) for part in self._stored]
 
     def on_host(self) -> list[Tensor]:
-        """Main weights, gradients and state that lie on the host, local shards [...] and numbers of steps []."""
-        weights = self._host.weights.values()
-        states = [one for p in weights for one in self._adam.state[p].values()]
-        return [*(p.detach() for p in weights), *self._host.grads.values(), *states]
+        """Main weights, gradients and everything else that lies on the host, local shards [...]."""
+        states = [self._adam.state[p][part] for p in self._by_place(host=True) for part in self._stored]
+        return [*(p.detach() for p in self._host.weights.values()), *self._host.grads.values(), *states]
+
+    def _by_place(self, *, host: bool) -> list[nn.Parameter]:
+        return [p for name, p in self._local.items() if (name in self._host.weights) == host]
 
     def low_parts(self) -> dict[str, Tensor]:
         """The low parts of the weights that have them, by parameter, local shards [...]."""

@@ -18,6 +18,7 @@ _GIB = 2**30
 #: What a rank holds: bytes per parameter, all in float32, and in words.
 TRAINING = (16, "weights, gradients and the optimiser's state")
 WEIGHTS = (4, "the weights")
+_MOMENTS = 8  # bytes per parameter, which --optimizer-cpu-offload moves away
 #: Files of a control group, versions 2 and 1: limit, usage, and reclaimable part of the usage.
 _GROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
@@ -30,7 +31,10 @@ def warn_about_memory(config: Config, here: Runtime, holds: tuple[int, str] = TR
     free, processes = free_memory(here.device), runtime.environment_local_world_size()
     if here.device.type == "cuda":
         processes = -(-processes // max(1, torch.cuda.device_count()))
-    needed = processes * held(config, here.world_size, holds[0])
+    t, each = config.training, float(holds[0])
+    if holds == TRAINING and t.optimizer_cpu_offload and here.device.type == "cuda":
+        each -= _MOMENTS * t.optimizer_offload_fraction
+    needed = processes * held(config, here.world_size, each)
     if free is None or needed <= free:
         return
     what = "this GPU" if here.device.type == "cuda" else "this machine"
@@ -42,13 +46,13 @@ def warn_about_memory(config: Config, here: Runtime, holds: tuple[int, str] = TR
     )
 
 
-def held(config: Config, world_size: int, each: int = TRAINING[0]) -> int:
+def held(config: Config, world_size: int, each: float = TRAINING[0]) -> int:
     """Average bytes per rank, at ``each`` bytes per parameter."""
     p, dp = config.parallel, config.data_parallel_size(world_size)
     count = parameters(config.model, tied=not config.model.untie_embeddings_and_output_weights)
     whole = dp * p.context_parallel_size
     shards = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * (whole // config.replicas(dp))
-    return each * count // shards
+    return int(each * count) // shards
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_snip.config import TrainingConfig
+from megatron_snip.config import Config, TrainingConfig
+from megatron_snip.train.dry_run.measure import measure, processes
 from megatron_snip.train.host_states import last_of, unit_of
 from megatron_snip.train.optim import Optimizer
 from tests.unit.train.test_optim import Small
@@ -35,4 +36,19 @@ def test_a_weight_that_was_written_elsewhere_is_the_one_that_is_updated():
         weight.grad = gradient.clone()
         optimizer.step(0.1, 1.0)
         assert torch.allclose(weight, torch.full((3, 7), start - 0.1))
-    assert len(optimizer.on_host()) == 2 + 3 and len(optimizer.state()) == 2 * 2
+    assert len(optimizer.on_host()) == 2 + 2 and len(optimizer.state()) == 2 * 2
+
+
+def test_a_dry_run_counts_the_host_apart():
+    options = {
+        "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "seq_length": 128,
+        "vocab_size": 512, "global_batch_size": 1, "train_iters": 1, "bf16": True, "distributed_backend": "gloo",
+    }  # fmt: skip
+    config = Config().replace(**options)
+    with processes(1) as pool:
+        variants = (config, config.replace(optimizer_cpu_offload=True))
+        plain, host = (pool.submit(measure, one, 1, 0).result() for one in variants)
+    peak, parameters = plain.worst.peak, plain.parameters
+    assert peak["optimiser"] == 8 * parameters and host.worst.peak["optimiser"] == plain.on_host == 0
+    assert plain.worst.total - host.worst.total == 8 * parameters and host.on_host == 16 * parameters
+    assert (plain.stored, host.stored) == (16 * parameters, 8 * parameters)

@@ -173,6 +173,18 @@ CASES = [
     ),
     ({"grad_reduce_in_bf16": True}, ["--grad-reduce-in-bf16 needs --bf16", "add --bf16 or drop it"]),
     ({"num_distributed_optimizer_instances": 0}, ["--num-distributed-optimizer-instances is 0"]),
+    (
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5},
+        ["--optimizer-offload-fraction is 1.5; give a share, 0 to 1"],
+    ),
+    (
+        {"optimizer_offload_fraction": 0.5},
+        ["--optimizer-offload-fraction is 0.5, but --optimizer-cpu-offload is not given; add it"],
+    ),
+    (
+        {"optimizer_cpu_offload": True, "optimizer_impl": "apex"},
+        ["--optimizer-cpu-offload updates weights on the host", "--optimizer-impl apex", "use --optimizer-impl torch"],
+    ),
     ({"snip_target": -0.1}, ["--snip-target is -0.1", "0 to 1"]),
     ({"snip_target": 1.1}, ["--snip-target is 1.1"]),
     ({"snip_target": float("nan")}, ["--snip-target is nan"]),
