@@ -36,6 +36,7 @@ def shard_over_dp(
     dtype: torch.dtype,
     strategy: str,
     reduce_dtype: torch.dtype = torch.float32,
+    stay: Iterable[nn.Module] = (),
 ) -> None:
     """Shard a stage's parameters over dp and cp with FSDP2; compute uses `dtype`.
 
@@ -44,17 +45,20 @@ def shard_over_dp(
     grouped with the stage.  Without dp and cp, nothing is wrapped.  An embedding is a unit of its own if weights are
     freed after use, because then only forward gathers it.  Otherwise, its own collective would save nothing.
     `gathers_in_backward` of a unit says whether its backward needs the weights.
+    stay: units whose weights stay gathered from forward to backward if weights are freed after use.
     """
     if mesh.dp_cp.size == 1:
         return
     axes = ("shard",) if mesh.replicate.size == 1 else ("replicate", "shard")
     device_mesh: DeviceMesh = mesh.device_mesh[axes]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    staying = set(stay)
     for module in (*units, stage):
         embedding = isinstance(module, VocabParallelEmbedding)
         if embedding and keeps_weights(strategy):
             continue
-        fully_shard(module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=not keeps_weights(strategy))
+        reshard = not keeps_weights(strategy) and module not in staying
+        fully_shard(module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=reshard)
         assert isinstance(module, FSDPModule)
         if not getattr(module, "gathers_in_backward", True):
             module.set_unshard_in_backward(False)

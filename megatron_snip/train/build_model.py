@@ -62,7 +62,9 @@ def build_model(
                 linear.weight_casts = Casts(frees=True) if keeps_weights(strategy) else None
         for block in stage.blocks().values() if t.compile else ():
             block.compile_run()
-        shard_over_dp(stage, stage.units(), mesh, dtype, strategy, reduce_dtype)
+        gathered = memory_plan.gathered if memory_plan is not None else ()
+        stay = [block for index, block in stage.blocks().items() if index in gathered]
+        shard_over_dp(stage, stage.units(), mesh, dtype, strategy, reduce_dtype, stay)
         stage.allocate()
     return stages
 

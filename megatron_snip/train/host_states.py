@@ -20,14 +20,19 @@ from torch import Tensor, nn
 from megatron_snip.config import TrainingConfig
 from megatron_snip.mesh import Mesh
 from megatron_snip.parallel.tags import tags_of
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 
 
-def host_parameters(stages: Iterable[nn.Module], t: TrainingConfig, mesh: Mesh) -> list[str]:
+def host_parameters(
+    stages: Iterable[nn.Module], t: TrainingConfig, mesh: Mesh, plan: MemoryPlan | None = None
+) -> list[str]:
     """The parameters of a rank whose state lies on the host, in order of use; the same on all ranks that share them."""
-    if not t.optimizer_cpu_offload:
-        return []
     stages, fraction = list(stages), t.optimizer_offload_fraction
     sizes = {name: p.numel() for stage in stages for name, p in stage.named_parameters()}  # of DTensors: whole
+    if plan is not None and plan.on_host:
+        return [name for name in sizes if unit_of(name) in plan.on_host]
+    if not t.optimizer_cpu_offload:
+        return []
     if mesh.embedding is not None and fraction < 1:
         # the two copies of a tied embedding must get the same bits, so both are updated on the device
         tags = tags_of(*stages)

@@ -186,22 +186,23 @@ class Optimizer:
         for p in self.parameters.values():
             p.grad = None
 
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """What is stored beside a weight, by its name in a checkpoint, local shards [...]."""
+        state = self._adam.state[self._local[name]]
+        return {part: state[part] for part in self._stored}
+
     def moments(self, name: str) -> tuple[Tensor, ...]:
         """Adam's m and v of a parameter, and v's low part if there is one, local shards [...]."""
-        state = self._adam.state[self._local[name]]
-        return tuple(state[part] for part in self._stored if part != f"weight{LOW}")
+        return tuple(one for part, one in self.stored(name).items() if part != f"weight{LOW}")
 
-    def state(self) -> list[Tensor]:
-        """Everything that the device stores beside the weights, local shards [...]."""
-        return [self._adam.state[p][part] for p in self._by_place(host=False) for part in self._stored]
+    def state(self, *, host: bool = False) -> list[Tensor]:
+        """Everything that the device, or the host, stores beside the weights, local shards [...]."""
+        names = [name for name in self._local if (name in self._host.weights) == host]
+        return [one for name in names for one in self.stored(name).values()]
 
-    def on_host(self) -> list[Tensor]:
-        """Main weights, gradients and everything else that lies on the host, local shards [...]."""
-        states = [self._adam.state[p][part] for p in self._by_place(host=True) for part in self._stored]
-        return [*(p.detach() for p in self._host.weights.values()), *self._host.grads.values(), *states]
-
-    def _by_place(self, *, host: bool) -> list[nn.Parameter]:
-        return [p for name, p in self._local.items() if (name in self._host.weights) == host]
+    def pinned(self) -> list[Tensor]:
+        """Main weights and gradients on the host, local shards [...]."""
+        return [*(p.detach() for p in self._host.weights.values()), *self._host.grads.values()]
 
     def low_parts(self) -> dict[str, Tensor]:
         """The low parts of the weights that have them, by parameter, local shards [...]."""
@@ -221,7 +222,7 @@ class Optimizer:
         """
         out: dict[str, Tensor] = {}
         for name, p in self.parameters.items() if self._has_moments else ():
-            for part in self._stored:
-                value = sharded_as(p, self._adam.state[self._local[name]][part])
+            for part, local in self.stored(name).items():
+                value = sharded_as(p, local)
                 out[f"model.{name}{LOW}" if part == f"weight{LOW}" else f"optim.{name}.{part}"] = value
         return out

@@ -282,18 +282,16 @@ def build(
     moments: whether to allocate the optimiser's moments, twice the weights' size.  Only updates need them.
     memory_plan: by default that of --memory-plan FILE.
     """
-    mesh = mesh or mesh_of(config, runtime)
-    memory_plan = memory_plan or read_memory_plan(config, runtime.world_size)
+    mesh, memory_plan = mesh or mesh_of(config, runtime), memory_plan or read_memory_plan(config, runtime.world_size)
     stages = build_model(config, mesh, runtime.device, memory_plan)
-    host = host_parameters(stages.values(), config.training, mesh)
+    host = host_parameters(stages.values(), config.training, mesh, memory_plan)
     optimizer = Optimizer(stages.values(), config.training, moments=moments, mesh=mesh, host=host)
     if draw:
         draw_weights(stages.values(), optimizer.low_parts())
     pipeline = build_pipeline(config, mesh, stages, runtime.device)
     first, stepper = runtime.local_rank == 0, Stepper(config, mesh, pipeline, optimizer)
     parts = Parts(mesh, stages, optimizer, stepper, *build_loaders(config, mesh, first), None, first_on_node=first)
-    parts.plan_hash = plan.hash if plan is not None else None
-    parts.final, parts.memory_plan = final_switch(config), memory_plan
+    parts.final, parts.memory_plan, parts.plan_hash = final_switch(config), memory_plan, plan.hash if plan else None
     _set_precision(config, parts, plan)
     if config.precision.precision == "snip":
         parts.coordinator = build_coordinator(config, parts, runtime.device)

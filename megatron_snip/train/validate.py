@@ -44,7 +44,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
-        "adam_eps", "memory_gib", "snip_max_loss",
+        "adam_eps", "memory_gib", "host_memory_gib", "snip_max_loss",
     ),
     "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
     "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
@@ -322,9 +322,16 @@ def _validate_recompute(config: Config) -> None:
 
 def _validate_dry_run(config: Config) -> None:
     given = vars(config.dry_run)
+    if given["host_memory_gib"] is not None and config.training.optimizer_cpu_offload:
+        raise UserError(
+            f"--host-memory-gib {given['host_memory_gib']} lets --memory-plan auto decide which states lie on the "
+            "host, but --optimizer-cpu-offload is given; drop one"
+        )
     for name, value in given.items():
-        if name == "memory_gib" and config.training.memory_plan == "auto":
+        if name in ("memory_gib", "host_memory_gib") and config.training.memory_plan == "auto":
             continue
+        if name == "host_memory_gib" and value is not None:
+            raise UserError(f"--host-memory-gib {value} needs --memory-plan auto; add it, or drop this option")
         if value is not None and value is not False and not given["dry_run"] and name != "dry_run":
             raise UserError(f"--{name.replace('_', '-')} {value} needs --dry-run; add it, or drop this option")
 

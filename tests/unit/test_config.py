@@ -37,8 +37,7 @@ WORDS = {
     "start_weight_decay": "0.05", "end_weight_decay": "0.2", "weight_decay_incr_style": "linear",
     "lr_wsd_decay_iters": "3", "weight_decay": "0.1", "adam_beta1": "0.8", "adam_beta2": "0.95",
     "adam_eps": "1e-7", "optimizer_impl": "apex", "optimizer_precision": "collage-plus",
-    "optimizer_cpu_offload": True, "optimizer_offload_fraction": "0.5",
-    "clip_grad": "0.5", "seed": "5", "bf16": True,
+    "clip_grad": "0.5", "seed": "5", "bf16": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": "0.5",
     "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": "2",
     "recompute_modules": ["mlp"], "memory_plan": "auto", "compile": True, "max_skipped_iterations": "4",
     "rerun_mode": "disabled", "deterministic_mode": True, "manual_gc": True, "manual_gc_interval": "6",
@@ -66,7 +65,7 @@ WORDS = {
     "snip_trials": "4", "snip_trial_tokens": "256", "snip_max_loss": "0.05",
     "snip_warmup_precision": "fp8", "snip_final_precision": "bf16/plan/plan", "snip_final_iters": "3",
     "snip_solve_timeout": "30", "snip_guard": True, "snip_guard_patience": "3", "snip_bf16_eval_interval": "4",
-    "dry_run": True, "world_size": "512", "memory_gib": "80.5", "dry_run_gemms": True,
+    "dry_run": True, "world_size": "512", "memory_gib": "80.5", "host_memory_gib": "48.5", "dry_run_gemms": True,
 }  # fmt: skip
 #: Option names of Megatron-LM core 0.16.1 that exist here.
 MEGATRON = """--tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage

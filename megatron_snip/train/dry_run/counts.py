@@ -22,6 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_snip.mesh import AXES, Mesh
 from megatron_snip.quant.kernels import op
 
-#: Tensors of --optimizer-cpu-offload, which take no memory of the device; what runs on them is not launched there.
-HOST = "host"
 KINDS = ("parameters", "gradients", "optimiser", "gathered", "activations", "casts", "temporaries")
+#: What is not on the device.
+HOST = "host"
 #: c10d's collectives -> (name here, index of the input argument, index of the group argument).
 _COLLECTIVES = {
     "allreduce_": ("all-reduce", 0, 1),
@@ -64,13 +65,14 @@ Counts = Counter[tuple[str | int, ...]]
 class Stretch:
     """One iteration or probe of one rank: bytes by kind at the peak, and its `Counts`.
 
-    kept: bytes per microbatch that a block's forward keeps for its backward.
+    kept: bytes per microbatch that a block's forward keeps for its backward.  host: bytes on the host at most.
     """
 
     name: str
     peak: dict[str, int]
     counts: Counts
     kept: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -83,7 +85,7 @@ class Measured:
     """Measurements of one rank.
 
     parameters: its elements.  stored: bytes of its shards of weights, gradients and optimiser state at an update, on
-    the device.  on_host: bytes of main weights, gradients and optimiser state on the host.
+    the device.
     """
 
     rank: int
@@ -91,7 +93,6 @@ class Measured:
     parameters: int
     stretches: tuple[Stretch, ...]
     stored: int
-    on_host: int = 0
 
     @property
     def worst(self) -> Stretch:
@@ -156,6 +157,14 @@ class Memory:
             before, entry.size, entry.kind = entry.size, self._rounded(storage), "gathered"
             self.log.append((entry, entry.size - before))
 
+    def is_on_host(self, tensor: Tensor) -> None:
+        """Take this storage off the device; pinned memory comes in powers of two."""
+        entry = self.of(tensor)
+        assert entry is not None
+        entry.kind, before = HOST, entry.size
+        entry.size = pinned(entry.size, self.granule)
+        self.log.append((entry, entry.size - before))
+
     def of(self, tensor: Tensor) -> _Storage | None:
         """The record of a tensor's storage, [...]."""
         return self.live.get(tensor.untyped_storage()._cdata)
@@ -188,6 +197,15 @@ class Memory:
     def changes(self) -> list[int]:
         """The log's changes of the device's bytes."""
         return [0 if entry.kind == HOST else change for entry, change in self.log]
+
+    def host_peak(self) -> int:
+        """Bytes on the host at most since `begin`."""
+        return max(accumulate((change for entry, change in self.log if entry.kind == HOST), initial=0))
+
+
+def pinned(size: int, granule: int) -> int:
+    """Bytes that page-locked memory of this size takes; all of it on CPUs, where nothing is page-locked."""
+    return size if granule == 1 or not size else 1 << (size - 1).bit_length()
 
 
 class Tracker(TorchDispatchMode):

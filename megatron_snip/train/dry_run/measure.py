@@ -18,6 +18,7 @@ keep other tensors.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import warnings
 from collections import Counter
@@ -51,6 +52,7 @@ from megatron_snip.train.dry_run.counts import HOST, Measured, Stretch, Tracker
 from megatron_snip.train.dry_run.device import as_on, device_of
 from megatron_snip.train.dry_run.output import PROBE, TRIAL, trial_passes, trial_samples
 from megatron_snip.train.dry_run.phases import Phases, Recorder
+from megatron_snip.train.dry_run.units import units_of
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from megatron_snip.train.setup import Parts, build, check, mesh_of, snip_shapes
 
@@ -201,8 +203,10 @@ class _Stretches:
         tracker.memory.mark((b for stage in parts.stages.values() for b in stage.buffers()), "parameters")
         tracker.memory.mark(weights, "parameters")
         tracker.memory.mark(optimizer.state(), "optimiser")
-        tracker.memory.mark(optimizer.on_host(), HOST)
-        tracker.has_host, self.on_host = bool(optimizer.on_host()), sum(one.nbytes for one in optimizer.on_host())
+        tracker.memory.mark(optimizer.state(host=True), HOST)
+        for tensor in optimizer.pinned():
+            tracker.memory.is_on_host(tensor)
+        tracker.has_host = bool(optimizer.pinned())
         m, t = few.model, few.training
         shape = (few.num_microbatches(mesh.dp.size), t.micro_batch_size)
         tokens, labels = (torch.zeros(*shape, m.seq_length, dtype=torch.int64) for _ in range(2))
@@ -252,7 +256,7 @@ class _Stretches:
                 stretches.append(self._trial())
         if self.parts.final is not None and self.parts.switch():
             stretches.append(self._stretch(f"iteration, {self.parts.final}", self._iteration))
-        return Measured(mesh.rank, mesh.pp.rank, self.parameters, tuple(stretches), self.stored, self.on_host)
+        return Measured(mesh.rank, mesh.pp.rank, self.parameters, tuple(stretches), self.stored)
 
     def _stretch(
         self, name: str, run: Callable[[], object], batches: int = 1, left_out: tuple[int, int] | None = None
@@ -262,7 +266,7 @@ class _Stretches:
             self.recorder.begin()
         run()
         if self.recorder is not None:
-            self.phases.append(self.recorder.phases())
+            self.phases.append(dataclasses.replace(self.recorder.phases(), units=units_of(self.parts, self.tracker)))
         counts, laps = self.tracker.counts, self.tracker.laps
         times, forwards = left_out or self.left_out
         if times:
@@ -271,7 +275,7 @@ class _Stretches:
             for what, count in further.items():
                 counts[what] += times * batches * count
         counts = Counter({what: n for what, n in counts.items() if n})
-        return Stretch(name, self.tracker.memory.peak(), counts, self.kept)
+        return Stretch(name, self.tracker.memory.peak(), counts, self.kept, self.tracker.memory.host_peak())
 
     def _iteration(self) -> None:
         self.parts.stepper.step(self.batch, 1)

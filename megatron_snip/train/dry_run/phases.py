@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_snip.train.dry_run.counts import Counts, Tracker
+from megatron_snip.train.dry_run.units import NONE, Units
 
 OUTSIDE = -1
 
@@ -27,24 +29,27 @@ class Phase:
 
     kept leaves out the microbatch that the phase itself runs of its block.
     whole: how many microbatches all blocks of the rank keep.
+    waiting: blocks between a forward and the next backward, without those whose weights FSDP gathers in this phase.
     """
 
     block: int
     peak: int
     kept: Mapping[int, int]
     whole: int
+    waiting: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Phases:
     """The phases of a stretch in order; of each block, the counts of all its phases, and the bytes that a microbatch
-    keeps: block -> bytes.  forwards: how many microbatches ran.
+    keeps: block -> bytes.  forwards: how many microbatches ran.  units: what they take, which no phase changes.
     """
 
     order: tuple[Phase, ...] = ()
     counts: Mapping[int, Counts] = field(default_factory=dict)
     each: Mapping[int, int] = field(default_factory=dict)
     forwards: int = 1
+    units: Units = NONE
 
 
 class Recorder:
@@ -57,17 +62,22 @@ class Recorder:
         for stage in stages.values():
             for index, block in stage.blocks().items():
                 self._watch(index, block, first=index == next(iter(stage.blocks())))
+        held = [list(stage.blocks()) for stage in stages.values()]
+        #: The block whose weights FSDP gathers while another's backward runs.
+        self.next_backward = {b: a for blocks in held for a, b in pairwise(blocks)}
 
     def begin(self) -> None:
         """Restart with the stretch."""
         self.held: dict[tuple[int, int], int] = {}  # (block, microbatch) -> bytes that its forward keeps
         self.seen: Counter[int] = Counter()  # forwards of each block
-        self.marks: list[tuple[int, int, dict[tuple[int, int], int], Counts]] = []
+        self.open: set[int] = set()  # blocks whose last pass was a forward
+        self.marks: list[tuple[int, int, dict[tuple[int, int], int], Counts, frozenset[int]]] = []
         self.each: dict[int, int] = {}
         self._mark(OUTSIDE)
 
-    def _mark(self, block: int) -> None:
-        self.marks.append((len(self.tracker.memory.log), block, dict(self.held), self.tracker.counts.copy()))
+    def _mark(self, block: int, gathers: int = OUTSIDE) -> None:
+        waiting, place = frozenset(self.open - {block, gathers}), len(self.tracker.memory.log)
+        self.marks.append((place, block, dict(self.held), self.tracker.counts.copy(), waiting))
 
     def _watch(self, index: int, block: nn.Module, *, first: bool) -> None:
         before = [0]
@@ -87,6 +97,7 @@ class Recorder:
             microbatch = self.seen[index]
             self.seen[index] += 1
             if out.requires_grad:
+                self.open.add(index)
                 self.held[index, microbatch] = self.each[index] = self.kept() - before[0]
                 out.register_hook(lambda _: self._backward(index, microbatch))
             self._mark(OUTSIDE)
@@ -96,7 +107,8 @@ class Recorder:
 
     def _backward(self, index: int, microbatch: int) -> None:
         self.held.pop((index, microbatch), None)
-        self._mark(index)
+        self.open.discard(index)
+        self._mark(index, self.next_backward.get(index, OUTSIDE))
 
     def phases(self) -> Phases:
         """The phases of the stretch that ran."""
@@ -105,7 +117,7 @@ class Recorder:
         ends = [*(place for place, *_ in self.marks[1:]), len(changes)]
         last = self.tracker.counts
         order, counts = [], {block: Counter[tuple[str | int, ...]]() for block in (*self.blocks, OUTSIDE)}
-        for number, (place, block, held, before) in enumerate(self.marks):
+        for number, (place, block, held, before, waiting) in enumerate(self.marks):
             after = self.marks[number + 1][3] if number + 1 < len(self.marks) else last
             for what, count in after.items():
                 if more := count - before[what]:
@@ -115,5 +127,5 @@ class Recorder:
                 kept[each] += size
             microbatches = Counter(each for each, _ in held)
             whole = min((microbatches[each] for each in self.blocks), default=0)
-            order.append(Phase(block, int(live[place : ends[number] + 1].max()), dict(kept), whole))
+            order.append(Phase(block, int(live[place : ends[number] + 1].max()), dict(kept), whole, waiting))
         return Phases(tuple(order), counts, dict(self.each), max(self.seen.values(), default=1))

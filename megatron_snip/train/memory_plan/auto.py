@@ -21,8 +21,8 @@ from megatron_snip.runtime import Runtime
 from megatron_snip.train.dry_run.counts import Measured
 from megatron_snip.train.dry_run.measure import end_ranks, measure, measure_phases, processes
 from megatron_snip.train.health.memory import free_memory
-from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, made_for
-from megatron_snip.train.memory_plan.program import GIB, Chosen, Peaks, Runs, peaks_of, solve
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, host_units, made_for
+from megatron_snip.train.memory_plan.program import GIB, Chosen, Peaks, Runs, host_peaks_of, peaks_of, solve
 from megatron_snip.train.memory_plan.rates import Rates, rates_of
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -65,14 +65,17 @@ def measure_runs(config: Config, world_size: int, pool: ProcessPoolExecutor) -> 
     for rank in range(len(blocks)):
         if rank in measured:
             by_choice = {choice: jobs[rank, choice].result() for choice in choices}
-            found.append(Runs(rank, blocks[rank], by_choice))
+            units = by_choice[choices[0]][0][1].units
+            wanted = host_units(config) if config.dry_run.host_memory_gib is not None else ()
+            states = tuple(unit for unit in units.states if unit in wanted)
+            found.append(Runs(rank, blocks[rank], by_choice, states=states))
         else:
             found.append(dataclasses.replace(found[1], stage=rank, microbatches_less=rank - 1))
     return found
 
 
 def seconds_of(runs: Runs, config: Config, dp: int, rates: Rates) -> NDArray[np.float64]:
-    """[B, O]: modelled seconds of an iteration that a block takes under each choice."""
+    """[R, O]: modelled seconds of an iteration that a block takes under each choice, and what further rows add."""
     stretch = 1 if config.precision.precision == "snip" else 0  # most iterations run under a plan
     table = np.zeros((len(runs.blocks), len(runs.choices)))
     for column, of_choice in enumerate(runs.by_choice.values()):
@@ -80,7 +83,32 @@ def seconds_of(runs: Runs, config: Config, dp: int, rates: Rates) -> NDArray[np.
         for row, block in enumerate(runs.blocks):
             times = config.num_microbatches(dp) / phases.forwards
             table[row, column] = rates.seconds(phases.counts[block]) * times
-    return table
+    units, more = runs.units, np.full((len(runs.gathered) + len(runs.states), len(runs.choices)), np.inf)
+    microbatches = config.num_microbatches(dp)
+    more[:, 0] = [*(units.sent[b] / rates.link * microbatches for b in runs.gathered), *(0.0 for _ in runs.states)]
+    states = [units.states[unit] for unit in runs.states]
+    more[:, 1] = [*(0.0 for _ in runs.gathered), *(rates.update_seconds(one.copied, one.touched) for one in states)]
+    return np.concatenate([table, more])
+
+
+class _Choices:
+    """The choices of a plan, from those of its ranks."""
+
+    def __init__(self, config: Config) -> None:
+        self.choices, self.held = choices_of(config), held_blocks(config)
+        self.blocks = ["keep"] * config.model.num_layers
+        self.gathered: list[int] = []
+        self.on_host: set[str] = set()
+
+    def add(self, runs: Runs, choice: Sequence[int]) -> None:
+        """Those of a rank [R], whose runs may be those of an earlier rank with other blocks."""
+        here = dict(zip(runs.blocks, self.held[runs.stage], strict=True))
+        names = {f"layers.{there}": f"layers.{block}" for there, block in here.items()}
+        rows = iter(choice)
+        for block in here.values():
+            self.blocks[block] = self.choices[next(rows)]
+        self.gathered += [here[block] for block in runs.gathered if next(rows)]
+        self.on_host |= {names.get(unit, unit) for unit in runs.states if next(rows)}
 
 
 class Planner:
@@ -91,26 +119,28 @@ class Planner:
         self.rates, dp = rates_of(config), config.data_parallel_size(world_size)
         self.runs = measure_runs(config, world_size, pool)
         self.peaks: list[Peaks] = [peaks_of(runs) for runs in self.runs]
+        self.host_peaks: list[Peaks] = [host_peaks_of(runs) for runs in self.runs]
         self.seconds = [seconds_of(runs, config, dp, self.rates) for runs in self.runs]
 
     def plan(self, gib: float, short: float = 0.0) -> MemoryPlan:
         """The fastest plan whose peaks stay within ``gib`` less ``short`` on every rank.  Raises UserError if none."""
-        choices, blocks = choices_of(self.config), held_blocks(self.config)
-        budget = int((gib - short) * GIB)
+        budget, host_gib = int((gib - short) * GIB), self.config.dry_run.host_memory_gib
         solved: dict[bytes, Chosen] = {}
-        chosen, found = ["keep"] * self.config.model.num_layers, []
-        for runs, peaks, seconds in zip(self.runs, self.peaks, self.seconds, strict=True):
-            key = peaks.values.tobytes() + peaks.base.tobytes() + seconds.tobytes()
+        parts, found = _Choices(self.config), []
+        for runs, peaks, host, seconds in zip(self.runs, self.peaks, self.host_peaks, self.seconds, strict=True):
+            key = peaks.values.tobytes() + peaks.base.tobytes() + host.values.tobytes() + seconds.tobytes()
             if key not in solved:
                 what = f"pipeline rank {runs.stage}"
-                solved[key] = solve(peaks, seconds, budget, what)
+                solved[key] = solve(peaks, seconds, budget, what, host, int((host_gib or 0) * GIB))
             found.append(solved[key])
-            for block, choice in zip(blocks[runs.stage], solved[key].choice, strict=True):
-                chosen[block] = choices[choice]
-        ranks = tuple(RankCost(rank, one.peak, one.seconds) for rank, one in enumerate(found))
+            parts.add(runs, solved[key].choice)
+        ranks = tuple(RankCost(rank, one.peak, one.seconds, one.host) for rank, one in enumerate(found))
         of_run = made_for(self.config, self.world_size)
         status = "optimal" if all(one.status == "optimal" for one in found) else "limit"
-        return MemoryPlan(tuple(chosen), of_run, gib, ranks, self.rates.name, status, max(one.gap for one in found))
+        return MemoryPlan(
+            tuple(parts.blocks), of_run, gib, ranks, self.rates.name, status, max(one.gap for one in found),
+            tuple(sorted(parts.gathered)), tuple(unit for unit in host_units(self.config) if unit in parts.on_host),
+        )  # fmt: skip
 
 
 def make_plan(config: Config, world_size: int, gib: float) -> tuple[MemoryPlan, list[Measured]]:
@@ -177,8 +207,9 @@ def as_lines(plan: MemoryPlan) -> list[str]:
     pp = len(plan.ranks)
     lines = [f"memory plan {plan.hash} for {plan.memory_gib:g} GiB ({plan.status}, gap {plan.gap:.2g}): {plan.told}"]
     for rank in plan.ranks:
+        host = f" and {rank.host / GIB:.2f} GiB on the host" if rank.host else ""
         lines.append(
-            f"  pipeline rank {rank.stage} of {pp}: predicted peak {rank.peak / GIB:.2f} GiB, blocks take "
+            f"  pipeline rank {rank.stage} of {pp}: predicted peak {rank.peak / GIB:.2f} GiB{host}, blocks take "
             f"{rank.seconds:.4g} s an iteration by {plan.rates} rates"
         )
     return [*lines, *(f"  {line}" for line in _spans(plan.blocks))]

@@ -2,19 +2,22 @@
 
     {"version": 1, "blocks": ["full", "selective", "keep", "keep"], "memory_gib": 80.0,
      "made_for": {"num_layers": 4, "hidden_size": 4096, ..., "data_parallel_size": 8},
-     "ranks": [{"stage": 0, "peak": 70123456789, "seconds": 0.41}, ...],
+     "ranks": [{"stage": 0, "peak": 70123456789, "seconds": 0.41, "host": 0}, ...],
      "rates": "nominal", "status": "optimal", "gap": 0.0, "hash": "0123456789abcdef"}
 
     keep       keeps all activations
     selective  recomputes the attention and the MLP, as --recompute-modules core_attn mlp does
     full       keeps only its input, and runs again in backward
 
-ranks: of each pipeline rank, the predicted bytes at the peak, and the modelled seconds of an iteration without the
-pipeline's bubble.
+gathered, on_host: left out of files where they are empty.  gathered: the blocks, by index, whose parameters are not
+resharded after forward, so that backward need not gather them again; for optim_grads_params.  on_host: the units whose
+AdamW state lies on the host, as --optimizer-cpu-offload has it: layers.0, embed_tokens, norm, lm_head.
+ranks: of each pipeline rank, the predicted bytes at the peak and on the host (older files have no host), and the
+modelled seconds of an iteration without the pipeline's bubble.
 made_for: the options that decide what activations take.  A run with others refuses the plan, because its memory would
 be another.
-The hash is the first 16 hex digits of the SHA-256 of the canonical JSON of blocks and made_for.  Ranks must agree on
-these.
+The hash is the first 16 hex digits of the SHA-256 of the canonical JSON of blocks, made_for, gathered and on_host.
+Ranks must agree on these.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ class _Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stage: Count
     peak: Count
     seconds: Finite
+    host: Count = 0
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,15 +83,18 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Text
     gap: Finite
     hash: PlanHash
+    gathered: list[Count] = []
+    on_host: list[Text] = []
 
 
 @dataclass(frozen=True)
 class RankCost:
-    """Prediction for pipeline rank ``stage``: bytes at the peak, and modelled seconds of an iteration."""
+    """Prediction for pipeline rank ``stage``: bytes at the peak and on the host, modelled seconds of an iteration."""
 
     stage: int
     peak: int
     seconds: float
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,16 +108,25 @@ class MemoryPlan:
     rates: str = "nominal"
     status: str = "none"
     gap: float = 0.0
+    gathered: tuple[int, ...] = ()
+    on_host: tuple[str, ...] = ()
 
     @classmethod
-    def by_hand(cls, blocks: Sequence[str], config: Config, world_size: int) -> MemoryPlan:
+    def by_hand(
+        cls,
+        blocks: Sequence[str],
+        config: Config,
+        world_size: int,
+        gathered: Sequence[int] = (),
+        on_host: Sequence[str] = (),
+    ) -> MemoryPlan:
         """A plan of these choices for a run with these options."""
-        return cls(tuple(blocks), made_for(config, world_size))
+        return cls(tuple(blocks), made_for(config, world_size), gathered=tuple(gathered), on_host=tuple(on_host))
 
     @property
     def hash(self) -> str:
-        """16 hex digits over blocks and made_for."""
-        content = {"blocks": list(self.blocks), "made_for": dict(self.made_for)}
+        """16 hex digits over what decides a run's memory."""
+        content = {"blocks": list(self.blocks), "made_for": dict(self.made_for), **self._optional()}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -118,7 +134,15 @@ class MemoryPlan:
     def told(self) -> str:
         """The choices in words: of 32 blocks, 20 keep, 12 full."""
         counts = Counter(self.blocks)
-        return f"of {len(self.blocks)} blocks, {', '.join(f'{n} {choice}' for choice, n in sorted(counts.items()))}"
+        more = f", {len(self.gathered)} not resharded after forward" * bool(self.gathered)
+        more += f"; on the host: {', '.join(self.on_host)}" * bool(self.on_host)
+        return (
+            f"of {len(self.blocks)} blocks, {', '.join(f'{n} {choice}' for choice, n in sorted(counts.items()))}{more}"
+        )
+
+    def _optional(self) -> dict[str, Any]:
+        both = {"gathered": list(self.gathered), "on_host": list(self.on_host)}
+        return {name: value for name, value in both.items() if value}
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object in the module's docstring."""
@@ -132,6 +156,7 @@ class MemoryPlan:
             "status": self.status,
             "gap": self.gap,
             "hash": self.hash,
+            **self._optional(),
         }
 
     @classmethod
@@ -142,13 +167,14 @@ class MemoryPlan:
                 raise JsonFileError("this is a plan of precisions, not a memory plan")
             check_version(values, VERSION)
             found = checked(values, _File)
-            ranks = tuple(RankCost(one.stage, one.peak, one.seconds) for one in found.ranks)
+            ranks = tuple(RankCost(one.stage, one.peak, one.seconds, one.host) for one in found.ranks)
             plan = cls(
-                tuple(found.blocks), found.made_for, found.memory_gib, ranks, found.rates, found.status, found.gap
-            )
+                tuple(found.blocks), found.made_for, found.memory_gib, ranks, found.rates, found.status, found.gap,
+                tuple(found.gathered), tuple(found.on_host),
+            )  # fmt: skip
             if plan.hash != found.hash:
                 raise JsonFileError(
-                    f"field hash is {found.hash!r}, but blocks and made_for give {plan.hash!r}: "
+                    f"field hash is {found.hash!r}, but its choices and made_for give {plan.hash!r}: "
                     "the file was changed by hand or is damaged"
                 )
         except JsonFileError as error:
@@ -184,6 +210,27 @@ class MemoryPlan:
                 f"{source}: block {self.blocks.index('selective')} is selective, which does not go with --compile; "
                 "drop --compile, or give another plan"
             )
+        self._check_units(config, source)
+
+    def _check_units(self, config: Config, source: str) -> None:
+        """The same for gathered and on_host."""
+        strategy, t = config.parallel.data_parallel_sharding_strategy, config.training
+        if self.gathered and strategy != "optim_grads_params":
+            raise UserError(
+                f"{source}: field gathered is for --data-parallel-sharding-strategy optim_grads_params, and the run "
+                f"has {strategy}, which gathers weights once an iteration; drop the field, or give another plan"
+            )
+        units = host_units(config)
+        for name, given, known in (
+            ("gathered", self.gathered, range(len(self.blocks))), ("on_host", self.on_host, units),
+        ):  # fmt: skip
+            if unknown := [one for one in given if one not in known]:
+                raise UserError(f"{source}: field {name} has {shown(unknown[0])}, which the model lacks; {_WAY_OUT}")
+        if self.on_host and (t.optimizer_cpu_offload or t.optimizer_impl != "torch"):
+            option = "--optimizer-cpu-offload" if t.optimizer_cpu_offload else f"--optimizer-impl {t.optimizer_impl}"
+            raise UserError(
+                f"{source}: the plan says which states lie on the host, which does not go with {option}; drop one"
+            )
 
 
 def made_for(config: Config, world_size: int) -> dict[str, Any]:
@@ -197,6 +244,17 @@ def made_for(config: Config, world_size: int) -> dict[str, Any]:
         "micro_batch_size": config.training.micro_batch_size,
         "data_parallel_size": config.data_parallel_size(world_size),
     }
+
+
+def host_units(config: Config) -> tuple[str, ...]:
+    """The units whose AdamW state may lie on the host, in order of use.
+
+    A tied embedding with a copy on another stage is none: both copies must get the same bits.
+    """
+    m, p = config.model, config.parallel
+    head = ("lm_head",) if m.untie_embeddings_and_output_weights else ()
+    ends = bool(head) or p.pipeline_model_parallel_size == 1
+    return (*(("embed_tokens",) * ends), *(f"layers.{i}" for i in range(m.num_layers)), "norm", *head)
 
 
 def _option(name: str) -> str:

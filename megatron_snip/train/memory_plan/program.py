@@ -9,9 +9,16 @@ block b(p),
 This is linear in one-hot columns, so each phase is a row: peak[p] <= the memory.  Outside of blocks the first two terms
 do not depend on x; the largest counts.  Nothing is estimated, and there is no safety factor.
 
+Further rows of the choice have two options, no or yes, in the first two columns:
+
+    gathered   a block is not resharded after forward: adds its whole parameters G_b to each phase in which it waits for
+               its backward, unless FSDP gathers it in that phase anyway.  This is a bound: FSDP's buffers are a little
+               smaller where nothing is gathered.
+    states     a unit's AdamW state lies on the host: takes its bytes from every phase, and adds them there
+
 Ranks do not share memory, and a rank's time depends on its own blocks alone.  So each rank is a program of its own, and
 the plan that is fastest on each rank has the least time on the slowest one, too.
-Convention: B blocks of the rank, O choices.
+Convention: B blocks of the rank, O choices; R rows are its blocks, gathered blocks and units.
 """
 
 from __future__ import annotations
@@ -24,10 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
-from megatron_snip.snip.plan.milp import Answer, Effort, Model, Row, run_highs
+from megatron_snip.snip.plan.milp import Answer, Effort, Model, Row, run_highs, scaled
 from megatron_snip.snip.plan.program import Ints
 from megatron_snip.train.dry_run.counts import Stretch
-from megatron_snip.train.dry_run.phases import OUTSIDE, Phases
+from megatron_snip.train.dry_run.phases import OUTSIDE, Phase, Phases
+from megatron_snip.train.dry_run.units import Units
 
 Bytes = NDArray[np.int64]
 GIB = 2**30
@@ -39,13 +47,24 @@ class Runs:
     """Dry runs of one pipeline rank, one for each choice, and the rank's blocks by global index.
 
     microbatches_less: how many microbatches fewer are in flight than in these runs, for a later rank that is otherwise
-    the same.
+    the same.  states: units whose states may lie on the host.
     """
 
     stage: int
     blocks: tuple[int, ...]
     by_choice: Mapping[str, Sequence[tuple[Stretch, Phases]]]
     microbatches_less: int = 0
+    states: tuple[str, ...] = ()
+
+    @property
+    def units(self) -> Units:
+        """What its units take."""
+        return next(iter(self.by_choice.values()))[0][1].units
+
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """The blocks that may stay gathered."""
+        return tuple(self.units.gathered)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -55,14 +74,14 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class Peaks:
-    """Bytes of each phase: base [P] + sum_b values[p, b, x_b], values [P, B, O]; and the stretch of each, [P]."""
+    """Bytes of each phase: base [P] + sum_r values[p, r, x_r], values [P, R, O]; and the stretch of each, [P]."""
 
     base: Bytes
     values: Bytes
     stretch: tuple[str, ...]
 
     def of(self, choice: Sequence[int] | Ints) -> tuple[int, str]:
-        """Bytes at the highest peak of a plan [B], and its stretch."""
+        """Bytes at the highest peak of a plan [R], and its stretch."""
         totals = self.base + self.values[:, np.arange(len(choice)), list(choice)].sum(axis=1)
         at = int(totals.argmax())
         return int(totals[at]), self.stretch[at]
@@ -91,9 +110,28 @@ def peaks_of(runs: Runs) -> Peaks:
             else:
                 of_phase[runs.blocks.index(block)] += others
                 bases.append(0)
-            values.append(of_phase)
+            values.append(np.concatenate([of_phase, *_further(runs, alike[0])]))
             names.append(of_choices[0][0].name)
     return _undominated(Peaks(np.array(bases), np.array(values), tuple(names)))
+
+
+def _further(runs: Runs, phase: Phase) -> Sequence[Bytes]:
+    """Bytes of the further rows in a phase, [1, O] each."""
+    added = [runs.units.gathered[b] * (b in phase.waiting) for b in runs.gathered]
+    added += [-runs.units.states[unit].device for unit in runs.states]
+    return [_yes(size, len(runs.choices)) for size in added]
+
+
+def _yes(size: int, options: int) -> Bytes:
+    return np.array([[0, *[size] * (options - 1)]], dtype=np.int64)
+
+
+def host_peaks_of(runs: Runs) -> Peaks:
+    """Bytes on the host, the same in all phases."""
+    options = len(runs.choices)
+    none = [np.zeros((len(runs.blocks) + len(runs.gathered), options), np.int64)]
+    states = [_yes(runs.units.states[unit].host, options) for unit in runs.states]
+    return Peaks(np.zeros(1, np.int64), np.concatenate([*none, *states])[None], ("update",))
 
 
 def _undominated(peaks: Peaks) -> Peaks:
@@ -111,18 +149,30 @@ def _undominated(peaks: Peaks) -> Peaks:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A plan of one rank [B], its peak in bytes, the seconds of its blocks, HiGHS's status and relative gap."""
+    """A plan of one rank [R], its peak in bytes, the seconds of its blocks, HiGHS's status and relative gap.
+
+    host: bytes on the host at most.
+    """
 
     choice: tuple[int, ...]
     peak: int
     seconds: float
     status: str
     gap: float
+    host: int = 0
 
 
-def solve(peaks: Peaks, seconds: NDArray[np.float64], budget: int, what: str) -> Chosen:
-    """The plan that fits ``budget`` bytes in the least time.  seconds [B, O].
+def solve(
+    peaks: Peaks,
+    seconds: NDArray[np.float64],
+    budget: int,
+    what: str,
+    host: Peaks | None = None,
+    host_budget: int = 0,
+) -> Chosen:
+    """The plan that fits ``budget`` bytes, and ``host_budget`` of the host's, in the least time.
 
+    seconds [R, O]: inf for options that a row lacks.
     what: the rank in messages.  Raises UserError with what is missing if no plan fits.
     """
     if not peaks.values.shape[1]:  # only the embedding or the output layer
@@ -133,26 +183,27 @@ def solve(peaks: Peaks, seconds: NDArray[np.float64], budget: int, what: str) ->
     cost = seconds - seconds.min(axis=1, keepdims=True)
     unit = float(np.abs(peaks.values).max())
     rows = [Row(v / unit, (budget - base) / unit) for v, base in zip(peaks.values, peaks.base, strict=True)]
-    answer = run_highs(Model(cost, rows), Effort(0.0, _NODES, _SECONDS, time.perf_counter()))
+    on_host = [] if host is None else [scaled(v.astype(float), host_budget) for v in host.values]
+    answer = run_highs(Model(cost, [*rows, *on_host]), Effort(0.0, _NODES, _SECONDS, time.perf_counter()))
     if answer is None or peaks.of(answer.choice)[0] > budget + unit * 1e-8:
-        raise _short(peaks, least(peaks, cost), budget, what)
-    return _chosen(answer, peaks, seconds)
+        raise _short(peaks, least(peaks, cost, on_host), budget, what)
+    return _chosen(answer, peaks, seconds, host)
 
 
-def _chosen(answer: Answer, peaks: Peaks, seconds: NDArray[np.float64]) -> Chosen:
+def _chosen(answer: Answer, peaks: Peaks, seconds: NDArray[np.float64], host: Peaks | None) -> Chosen:
     choice = tuple(int(one) for one in answer.choice)
     taken = float(seconds[np.arange(len(choice)), list(choice)].sum())
     gap = (answer.cost - answer.bound) / answer.cost if answer.cost > 0 else 0.0
-    return Chosen(choice, peaks.of(choice)[0], taken, answer.status, max(0.0, gap))
+    there = 0 if host is None else host.of(choice)[0]
+    return Chosen(choice, peaks.of(choice)[0], taken, answer.status, max(0.0, gap), there)
 
 
-def least(peaks: Peaks, cost: NDArray[np.float64]) -> tuple[int, ...]:
-    """The plan with the lowest peak."""
+def least(peaks: Peaks, cost: NDArray[np.float64], on_host: Sequence[Row] = ()) -> tuple[int, ...]:
+    """The plan with the lowest peak that keeps the host's rows."""
     unit = float(np.abs(peaks.values).max())
     rows = [Row(v / unit, -base / unit, z=1.0) for v, base in zip(peaks.values, peaks.base, strict=True)]
-    answer = run_highs(
-        Model(np.zeros_like(cost), rows, longest=0.0), Effort(0.0, _NODES, _SECONDS, time.perf_counter())
-    )
+    free = np.where(np.isinf(cost), np.inf, 0.0)
+    answer = run_highs(Model(free, [*rows, *on_host], longest=0.0), Effort(0.0, _NODES, _SECONDS, time.perf_counter()))
     assert answer is not None, "some plan has the lowest peak"
     return tuple(int(one) for one in answer.choice)
 

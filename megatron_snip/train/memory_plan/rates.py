@@ -17,13 +17,18 @@ from megatron_snip.snip.plan.cost import GemmTimes
 from megatron_snip.snip.plan.options import read_times
 from megatron_snip.train.dry_run.device import device_of
 
+#: PCIe 5.0 x16 carries 63 GB/s in each direction (32 GT/s, 16 lanes, 128b/130b); packet headers leave about 55.
+HOST_LINK = 55e9
+#: Bytes per second of the host's memory for each rank: two sockets with 12 channels of DDR5-4800 each have 922 GB/s, of
+#: which 8 ranks get about half.
+HOST_MEMORY = 60e9
 #: Bits of an element by the dry run's names of GEMM operands.
 _BITS = {"fp4": 4, "fp6": 6, "fp8": 8, "fp8 (E5M2)": 8, "bf16": 16, "fp32": 32}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """bf16: dense BF16 FLOP/s of a GPU.  link: bytes per second and direction between tp or cp ranks.
+    """bf16: dense BF16 FLOP/s of a GPU.  Bytes per second and direction: link between tp or cp ranks, host to the host.
 
     times: ratios of formats.  name: where the numbers come from.
     """
@@ -32,6 +37,14 @@ class Rates:
     link: float
     times: GemmTimes
     name: str = "nominal"
+    host: float = HOST_LINK
+
+    def update_seconds(self, copied: int, touched: int) -> float:
+        """Seconds of AdamW on the host: gradients down and weights up, ``copied`` bytes each, and the update itself.
+
+        An upper bound: the three overlap between units, and some of it with what the device does.
+        """
+        return 2 * copied / self.host + touched / HOST_MEMORY
 
     def seconds(self, counts: Mapping[tuple[Any, ...], int]) -> float:
         """Seconds of what a dry run counted.  Collectives over dp and pp overlap with GEMMs and are left out."""

@@ -57,7 +57,7 @@ def trained(variants: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]
         saver.save(SAVED, parts.tensors(), {"steps": SAVED}, finite=True, last=False)
         results += _steps(config, parts, SAVED + 1, STEPS)
         saver.close()
-        row = {"results": results, "host": sum(one.numel() for one in parts.optimizer.on_host())}
+        row = {"results": results, "host": sum(one.numel() for one in parts.optimizer.pinned())}
         row |= {"updates": _updates(config, parts), "end": _end(parts)}
         load_tensors(folder / str(max(0, number - 1)), SAVED, parts.tensors())
         parts.optimizer.set_steps(SAVED)

@@ -36,7 +36,7 @@ def test_a_weight_that_was_written_elsewhere_is_the_one_that_is_updated():
         weight.grad = gradient.clone()
         optimizer.step(0.1, 1.0)
         assert torch.allclose(weight, torch.full((3, 7), start - 0.1))
-    assert len(optimizer.on_host()) == 2 + 2 and len(optimizer.state()) == 2 * 2
+    assert (len(optimizer.pinned()), len(optimizer.state(host=True)), len(optimizer.state())) == (2, 2, 2 * 2)
 
 
 def test_a_dry_run_counts_the_host_apart():
@@ -49,6 +49,6 @@ def test_a_dry_run_counts_the_host_apart():
         variants = (config, config.replace(optimizer_cpu_offload=True))
         plain, host = (pool.submit(measure, one, 1, 0).result() for one in variants)
     peak, parameters = plain.worst.peak, plain.parameters
-    assert peak["optimiser"] == 8 * parameters and host.worst.peak["optimiser"] == plain.on_host == 0
-    assert plain.worst.total - host.worst.total == 8 * parameters and host.on_host == 16 * parameters
+    assert peak["optimiser"] == 8 * parameters and host.worst.peak["optimiser"] == plain.worst.host == 0
+    assert plain.worst.total - host.worst.total == 8 * parameters and host.worst.host == 16 * parameters
     assert (plain.stored, host.stored) == (16 * parameters, 8 * parameters)

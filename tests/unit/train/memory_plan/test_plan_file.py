@@ -42,8 +42,8 @@ def test_it_is_read_as_written(path):
     [
         ({"version": 2}, "field version is 2, but this code reads version 1"),
         ({"blocks": ["full", "selective", "keep", "some"]}, "field blocks[3] is 'some'"),
-        ({"blocks": ["full", "selective", "keep", "full"]}, "but blocks and made_for give"),
-        ({"made_for": {"num_layers": 5}}, "but blocks and made_for give"),
+        ({"blocks": ["full", "selective", "keep", "full"]}, "but its choices and made_for give"),
+        ({"made_for": {"num_layers": 5}}, "but its choices and made_for give"),
         ({"blocks": []}, "field blocks is []"),
         ({"more": 1}, "field more is unknown"),
         ({"linears": {}}, "this is a plan of precisions, not a memory plan"),
