@@ -34,7 +34,8 @@ PLANS = [
 def test_losses_are_those_without_a_plan(case, tmp_path):
     world, options = CASES[case]
     options = {**SMALL, **options}
-    planned = [write_plan(tmp_path / f"{i}.json", plan, options, world) for i, plan in enumerate(PLANS)]
+    more = [{}, {"on_host": ("layers.1", "layers.2", "norm"), **({"gathered": (1, 2)} if case == "dp2" else {})}]
+    planned = [write_plan(tmp_path / f"{i}.json", plan, options, world, **more[i]) for i, plan in enumerate(PLANS)]
     done = [[] for _ in PLANS]
     for plain, *others in run_ranks(losses_of_each, world, [options, *planned]):
         assert set(plain[2]) == {"keep"}

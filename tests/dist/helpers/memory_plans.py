@@ -16,9 +16,11 @@ from tests.dist.helpers.runs import TINY, make
 ITERATIONS = 3
 
 
-def write_plan(path: Path, blocks: tuple[str, ...], options: dict[str, Any], world: int) -> dict[str, Any]:
+def write_plan(
+    path: Path, blocks: tuple[str, ...], options: dict[str, Any], world: int, **more: tuple[Any, ...]
+) -> dict[str, Any]:
     """The options of a run with a plan of these choices, whose file this writes."""
-    MemoryPlan.by_hand(blocks, Config().replace(**{**TINY, **options}), world).save(path)
+    MemoryPlan.by_hand(blocks, Config().replace(**{**TINY, **options}), world, **more).save(path)
     return {**options, "memory_plan": str(path)}
 
 

@@ -185,6 +185,11 @@ CASES = [
         {"optimizer_cpu_offload": True, "optimizer_impl": "apex"},
         ["--optimizer-cpu-offload updates weights on the host", "--optimizer-impl apex", "use --optimizer-impl torch"],
     ),
+    ({"host_memory_gib": 8.0}, ["--host-memory-gib 8.0 needs --memory-plan auto"]),
+    (
+        {"host_memory_gib": 8.0, "memory_plan": "auto", "optimizer_cpu_offload": True},
+        ["--host-memory-gib 8.0 lets --memory-plan auto decide", "--optimizer-cpu-offload is given; drop one"],
+    ),
     ({"snip_target": -0.1}, ["--snip-target is -0.1", "0 to 1"]),
     ({"snip_target": 1.1}, ["--snip-target is 1.1"]),
     ({"snip_target": float("nan")}, ["--snip-target is nan"]),

@@ -73,6 +73,36 @@ def test_a_plan_of_another_run(path, options, world, said):
     assert said in str(info.value) and str(path) in str(info.value)
 
 
+def test_what_lies_on_the_host_and_what_stays_gathered(tmp_path):
+    config = CONFIG.replace(data_parallel_sharding_strategy="optim_grads_params")
+    plan = MemoryPlan.by_hand(BLOCKS, config, 4, gathered=(0, 2), on_host=("layers.3", "norm"))
+    plan.save(tmp_path / "plan.json")
+    assert read_memory_plan(config.replace(memory_plan=str(tmp_path / "plan.json")), 4) == plan
+    assert plan.told.endswith("1 selective, 2 not resharded after forward; on the host: layers.3, norm")
+    assert len({plan.hash, MemoryPlan.by_hand(BLOCKS, config, 4, on_host=plan.on_host).hash}) == 2
+    assert plan.to_dict().keys() - {"gathered", "on_host"} == MemoryPlan.by_hand(BLOCKS, config, 4).to_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "said"),
+    [
+        ({"gathered": (4,)}, {}, "field gathered has 4, which the model lacks"),
+        ({"gathered": (1,)}, {"data_parallel_sharding_strategy": "optim"}, "and the run has optim, which gathers"),
+        ({"on_host": ("lm_head",)}, {}, "field on_host has 'lm_head', which the model lacks"),
+        # both copies of a tied embedding must get the same bits
+        ({"on_host": ("embed_tokens",)}, {}, "field on_host has 'embed_tokens', which the model lacks"),
+        ({"on_host": ("norm",)}, {"optimizer_cpu_offload": True}, "does not go with --optimizer-cpu-offload; drop one"),
+        ({"on_host": ("norm",)}, {"optimizer_impl": "apex"}, "does not go with --optimizer-impl apex; drop one"),
+    ],
+)
+def test_units_that_do_not_fit_the_run(tmp_path, more, options, said):
+    config = CONFIG.replace(data_parallel_sharding_strategy="optim_grads_params").replace(**options)
+    MemoryPlan.by_hand(BLOCKS, config, 4, **more).save(tmp_path / "plan.json")
+    with pytest.raises(UserError) as info:
+        read_memory_plan(config.replace(memory_plan=str(tmp_path / "plan.json")), 4)
+    assert said in str(info.value) and str(tmp_path) in str(info.value)
+
+
 def test_a_plan_without_a_choice_for_each_block(path):
     MemoryPlan.by_hand(BLOCKS[:3], CONFIG, 4).save(path)
     with pytest.raises(UserError, match="field blocks has 3 choices for 4 blocks"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from megatron_snip.errors import UserError
 from megatron_snip.train.dry_run.counts import Stretch
 from megatron_snip.train.dry_run.phases import OUTSIDE, Phase, Phases
-from megatron_snip.train.memory_plan.program import GIB, Peaks, Runs, peaks_of, solve
+from megatron_snip.train.dry_run.units import State, Units
+from megatron_snip.train.memory_plan.program import GIB, Peaks, Runs, host_peaks_of, peaks_of, solve
 
 PLAIN = Stretch("iteration, bf16", {}, {}, 0)
 
@@ -56,6 +58,55 @@ def test_it_is_the_best_of_all_plans(blocks, seed):
         found = solve(peaks, seconds, budget, "pipeline rank 0")
         assert found.seconds == pytest.approx(times[totals <= budget].min(), abs=1e-9)
         assert found.peak == peaks.of(found.choice)[0] <= budget and found.status == "optimal" and found.gap < 1e-9
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_is_the_best_of_all_plans_with_states_on_the_host_and_gathered_blocks(seed):
+    draw, blocks, yes = np.random.default_rng(seed), 2, list(product(range(2), repeat=5))
+    kept = np.sort(draw.integers(1, 1000, (blocks, 3)), axis=1)[:, ::-1]
+    inside, sizes = np.sort(draw.integers(1, 800, (blocks, 3)), axis=1), draw.integers(100, 900, (2, 5))
+    states = {
+        unit: State(*(int(one) for one in sizes[:, i])) for i, unit in enumerate(("layers.0", "layers.1", "norm"))
+    }
+    gathered, waiting = (300, 500), [(0, 1), (), (0,)]  # outside, and in the backward of blocks 1 and 0
+
+    def with_units(found: list) -> list:
+        (plain, phases), units = found[0], Units(states, dict(enumerate(gathered)))
+        order = [replace(phase, waiting=frozenset(b)) for phase, b in zip(phases.order, waiting, strict=True)]
+        return [(plain, replace(phases, order=tuple(order), units=units))]
+
+    plain = runs_of(kept, inside, 3)
+    by_choice = {name: with_units(found) for name, found in plain.by_choice.items()}
+    runs = replace(plain, by_choice=by_choice, states=tuple(states))
+    seconds = np.cumsum(draw.random((blocks + 5, 3)), axis=1)
+    seconds[blocks:] = np.column_stack([draw.random((5, 2)), np.full(5, np.inf)])
+    peaks, host = peaks_of(runs), host_peaks_of(runs)
+    plans = [(*a, *b) for a, b in product(product(range(3), repeat=blocks), yes)]
+    totals, theirs = [], []
+    for *choice, stays_0, stays_1, a, b, c in plans:
+        away = [one for one, there in zip(states.values(), (a, b, c), strict=True) if there]
+        more = [stays_0 * (0 in at) * 300 + stays_1 * (1 in at) * 500 for at in waiting]
+        each = [peak_in(plain, phase, choice) + more[phase] for phase in range(3)]
+        totals.append(max(each) - sum(one.device for one in away))
+        theirs.append(sum(one.host for one in away))
+    assert [peaks.of(plan)[0] for plan in plans] == totals and [host.of(plan)[0] for plan in plans] == theirs
+    times = np.array([seconds[np.arange(blocks + 5), plan].sum() for plan in plans])
+    for share, there in product((0.1, 0.5, 0.9), (0.4, 1.0)):
+        budget = int(min(totals) + share * (max(totals) - min(totals)))
+        limit = int(there * max(theirs))
+        fits = (np.array(totals) <= budget) & (np.array(theirs) <= limit)
+        if fits.any():
+            found = solve(peaks, seconds, budget, "it", host, limit)
+            assert found.seconds == pytest.approx(times[fits].min(), abs=1e-9)
+            assert found.peak <= budget and found.host == host.of(found.choice)[0] <= limit
+
+
+def peak_in(runs: Runs, phase: int, choice: list[int]) -> int:
+    """Bytes at the peak of a phase, summed by hand from the dry runs with one choice everywhere."""
+    of = [found[0][1].order[phase] for found in runs.by_choice.values()]
+    block = of[0].block
+    own = max(one.peak - sum(one.kept.values()) for one in (of if block == OUTSIDE else [of[choice[block]]]))
+    return own + sum(of[one].kept[b] for b, one in enumerate(choice))
 
 
 def test_peaks_of_a_mixture_are_those_of_its_blocks():
