@@ -135,7 +135,7 @@ class MemoryPlan:
         """The choices in words: of 32 blocks, 20 keep, 12 full."""
         counts = Counter(self.blocks)
         more = f", {len(self.gathered)} not resharded after forward" * bool(self.gathered)
-        more += f"; on the host: {', '.join(self.on_host)}" * bool(self.on_host)
+        more += f"; states of {len(self.on_host)} units on the host" * bool(self.on_host)
         return (
             f"of {len(self.blocks)} blocks, {', '.join(f'{n} {choice}' for choice, n in sorted(counts.items()))}{more}"
         )

@@ -78,7 +78,7 @@ def test_what_lies_on_the_host_and_what_stays_gathered(tmp_path):
     plan = MemoryPlan.by_hand(BLOCKS, config, 4, gathered=(0, 2), on_host=("layers.3", "norm"))
     plan.save(tmp_path / "plan.json")
     assert read_memory_plan(config.replace(memory_plan=str(tmp_path / "plan.json")), 4) == plan
-    assert plan.told.endswith("1 selective, 2 not resharded after forward; on the host: layers.3, norm")
+    assert plan.told.endswith("1 selective, 2 not resharded after forward; states of 2 units on the host")
     assert len({plan.hash, MemoryPlan.by_hand(BLOCKS, config, 4, on_host=plan.on_host).hash}) == 2
     assert plan.to_dict().keys() - {"gathered", "on_host"} == MemoryPlan.by_hand(BLOCKS, config, 4).to_dict().keys()
 
