@@ -1,4 +1,4 @@
-"""tools/train_tokenizer.py: Llama-like ids, equal runs, and the errors."""
+"""megatron-snip tokenizer: Llama-like ids, equal runs, and the errors."""
 
 from __future__ import annotations
 
