@@ -27,11 +27,6 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """What ``write_json`` wrote."""
-    return json.loads(path.read_text())
-
-
 class Worker:
     """Makes pieces that are not there yet and tells how far it is."""
 

@@ -1,4 +1,4 @@
-"""A setting of the study, one TOML file: a model, its text, where outliers stand, and how much is measured."""
+"""A setting of the study, one TOML file: a model, its text, and where outliers are planted."""
 
 from __future__ import annotations
 
@@ -22,42 +22,14 @@ class Setting:
     planted: tuple[tuple[int, int], ...] = ()  # (block, place) as in planted.PLANTED
     planted_seed: int = 0
     checkpoints: dict[str, int] = dataclasses.field(default_factory=lambda: {"early": 75, "middle": 150, "late": 300})
-    thorough: str = "middle"  # the checkpoint where every arm is evaluated at the first target
-    targets: tuple[float, ...] = (0.75, 0.90, 0.80, 0.50)  # the first is that of further training
-    truth_batches: int = 8
-    token_batches: int = 8  # that regret against probe tokens is told from
-    evaluated_batches: int = 32
-    further_steps: int = 100
-    further_batch: int = 4  # sequences a step
-    further_lr: float = 1e-4
-    further_seeds: tuple[int, ...] = (1, 2, 3)
-
-    @property
-    def iterations(self) -> int:
-        """Iterations of the run that gives the checkpoints."""
-        return max(self.checkpoints.values())
-
-    @property
-    def spare(self) -> int:
-        """Batches after the last checkpoint's that measurements need."""
-        return self.token_batches + self.truth_batches + self.evaluated_batches + 2
+    spare: int = 50  # batches after the last checkpoint's, for measurements; they are a part of the order of samples
 
     def options(self) -> dict[str, Any]:
-        """Of the run that gives the checkpoints: a tenth of the files is for validation."""
-        end = self.iterations
+        """Of the run that gives the checkpoints; a tenth of the files is left out."""
+        end = max(self.checkpoints.values())
         return {
-            "lr_decay_iters": end, "train_iters": end + self.spare, "split": "90,10,0",
-            "eval_interval": 10**6, "eval_iters": self.evaluated_batches, "precision": "snip",
+            "lr_decay_iters": end, "train_iters": end + self.spare, "split": "90,10,0", "precision": "snip",
             "snip_start": 10**6, **self.model,
-        }  # fmt: skip
-
-    def further_options(self, seed: int) -> dict[str, Any]:
-        """Of the steps after a checkpoint: another order of data, a low and constant learning rate."""
-        steps = self.further_steps
-        return {
-            **self.options(), "seed": seed, "lr": self.further_lr, "min_lr": self.further_lr, "lr_warmup_iters": 0,
-            "lr_decay_style": "constant", "train_iters": max(steps, 1), "lr_decay_iters": max(steps, 1),
-            "micro_batch_size": self.further_batch, "global_batch_size": self.further_batch,
         }  # fmt: skip
 
 
