@@ -113,7 +113,6 @@ def main(words: Sequence[str] | None = None) -> None:
     folder = own.output / own.setting.stem
     study = Study(read_setting(own.setting), folder, Worker(own.setting.stem, folder / "log.txt"))
     for checkpoint in own.checkpoints.split(","):
-        study.train_to(checkpoint)
         measure(study, checkpoint, folder / checkpoint / "recipes.json", own.every, own.judged)
     study.close()
 

@@ -29,8 +29,8 @@ class Study:
         """Weights and moments before the checkpoint's iteration, nothing planted."""
         return self.folder / f"{checkpoint}.pt"
 
-    def train_to(self, checkpoint: str) -> None:
-        """Make the file of a checkpoint, and of those before it, where they are missing."""
+    def _train_to(self, checkpoint: str) -> None:
+        """Bring the run to a checkpoint; make its file, and those of earlier ones, where they are missing."""
         done = 0
         for name, iteration in sorted(self.setting.checkpoints.items(), key=lambda item: item[1]):
             if iteration > self.setting.checkpoints[checkpoint]:
@@ -55,6 +55,6 @@ class Study:
 
     def at(self, checkpoint: str) -> tuple[Config, Parts]:
         """The run at a checkpoint, with outliers planted."""
-        self._load(checkpoint)
+        self._train_to(checkpoint)
         plant(self.parts, self.setting.planted_seed, self.setting.planted)
         return self.config, self.parts

@@ -219,7 +219,6 @@ def main(words: Sequence[str] | None = None) -> None:
     worker = Worker(own.setting.stem, folder / "log.txt")
     study = Study(read_setting(own.setting), folder, worker)
     for checkpoint in own.checkpoints.split(","):
-        study.train_to(checkpoint)
         keys = [(granularity, target) for target in TARGETS for granularity in own.granularities.split(",")]
         paths = {(g, t): folder / checkpoint / "trials" / f"{g}-{t:g}.json" for g, t in keys}
         if not all(path.is_file() for path in paths.values()):
