@@ -31,9 +31,9 @@ from examples.study.trials import Losses
 from examples.study.truth import batches, even_truth
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan.cost import GemmTimes, achieved
-from megatron_snip.snip.plan.options import check_choices, solve_request
+from megatron_snip.snip.plan.options import check_choices
+from megatron_snip.snip.planner import ask
 from megatron_snip.snip.predict.divergence import loss_divergence
-from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 
 FORMATS = (
     "fp8", "mxfp8", "mxfp8_floor", "mxfp6_e2m3", "mxfp6_e3m2", "fp4", "fp4_pow2", "mxfp4", "nvfp4_plain", "nvfp4",
@@ -88,8 +88,7 @@ def measure(study: Study, checkpoint: str, path: Path, every: int, judged: int) 
         saved = achieved(shapes, recipe, "time", times)
         snip = config.replace(snip_options="recipes:blackwell", gemm_times=TABLE, snip_target=saved * (1 - 1e-6)).snip
         choices = check_choices(snip, shapes)
-        quality, held = quality_loss("snip", ObjectiveInputs(shapes, choices.options, stats))
-        chosen = solve_request(snip, shapes, choices, quality, times=times, held=held).solve().choice
+        chosen = ask(snip, shapes, choices, stats, times=times)[0].solve().choice
         plan = {shape.name: choices.options[int(o)] for shape, o in zip(shapes, chosen, strict=True)}
         difference = judge.of(recipe) - judge.of(plan)
         plans[name] = {

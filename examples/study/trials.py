@@ -38,10 +38,10 @@ from examples.study.study import Study
 from examples.study.truth import BF16, Sequences, batches, losses_of, precisions
 from megatron_snip.config import Config
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.plan.options import check_choices, solve_request
+from megatron_snip.snip.plan.options import check_choices
 from megatron_snip.snip.plan.pending import Pending
+from megatron_snip.snip.planner import ask, pending_of
 from megatron_snip.snip.predict.divergence import Predictions, loss_divergence
-from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 from megatron_snip.snip.trial import Proposals, Trials, first_plans, try_plan
 from megatron_snip.train.setup import Parts
 
@@ -154,17 +154,15 @@ class Cell:
     def plan(self, config: Config, objective: str, seed: int = 0) -> tuple[Precisions, Pending, Any]:
         """The plan of an objective."""
         choices = check_choices(config.snip, self.shapes)
-        quality, held = quality_loss(objective, ObjectiveInputs(self.shapes, choices.options, self.stats, seed=seed))
-        request = solve_request(config.snip, self.shapes, choices, quality, held=held)
-        asked = objective, request, choices.measure
-        pending = Pending(self.iteration, self.iteration, tuple(map(str, choices.options)), *asked)
+        request, _ = ask(config.snip, self.shapes, choices, self.stats, objective=objective, seed=seed)
+        pending = pending_of(config.snip, choices, request, self.iteration)
         plan = pending.plan_of(request.solve(), self.shapes, "nominal")
         return plan.linears, pending, plan
 
     def applied(self, pending: Pending, plan: Any) -> dict[str, Any]:
         """What a run applies, with what was tried."""
         plan_of = partial(pending.plan_of, shapes=self.shapes, hardware="nominal")
-        arguments = plan, pending.request, self.shapes, pending.precisions, plan_of, None, 0
+        arguments = plan, pending.request, self.shapes, pending.precisions, plan_of, None
         trials = Trials(
             self.parts.stepper.trial_runner(self.tried, self.iteration), linears_of(self.parts), self.parts.mesh,
             torch.device("cpu"),
