@@ -29,7 +29,7 @@ from megatron_snip.train.pictures import figures as pictures
 from megatron_snip.train.report.evaluations import read_evaluations, score_rows
 from megatron_snip.train.report.headline import config_of, difference_text, headline, verdict
 from megatron_snip.train.report.page import Section, folded, page, table
-from megatron_snip.train.report.run_summary import Curve, Run, is_finite, read_run, rows_of, summary_of
+from megatron_snip.train.report.run_summary import Curve, Run, is_finite, read_run, rows_of
 from megatron_snip.train.report.trials import trials
 from megatron_snip.train.setup import snip_shapes
 
@@ -47,7 +47,7 @@ def write_report(run_dir: str | Path, others: Sequence[str | Path] = (), file: P
     run, rest = read_run(run_dir), [read_run(other) for other in others]
     found = [_compared(run, rest), *(section(run) for section in _SECTIONS)]
     sections = [section for section in found if section is not None]
-    facts = [*headline(run), *rows_of(summary_of(run))]
+    facts = [*headline(run), *rows_of(run)]
     notes = [note for one in (run, *rest) for note in one.notes]
     name, *more = _names([run, *rest])
     title = f"{name} compared with {', '.join(more)}" if more else name
