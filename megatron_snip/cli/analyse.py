@@ -43,6 +43,7 @@ from megatron_snip import runtime
 from megatron_snip.cli import collect_stats, parsers, preprocess_data
 from megatron_snip.cli.collect_stats import Batches
 from megatron_snip.cli.shares import ABOUT, Planned, plan_and_try, shown
+from megatron_snip.cli.tables import aligned
 from megatron_snip.cli.trials import make_trials, trial_samples
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
@@ -115,12 +116,6 @@ class Sensitivity:
             }
             for i, name in enumerate(self.names)
         }
-
-
-def text_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [heads, *rows])
 
 
 def indexed(data: Path) -> str | None:
@@ -284,18 +279,13 @@ def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensi
     notes = [f"statistics not finite: {', '.join(stats.not_finite)}"] if stats.not_finite else []
     write_atomic(output / "report.html", page(f"Low precision in {own.model}", own.model, facts, notes, sections))
     rows = [totals, *found.rows([name for name, _ in worst[:MOST_SHOWN]])]
-    parts = [text_table(heads, rows), text_table(plan_heads, plan_rows), *(s.text for s in planned.curve())]
+    parts = [aligned([heads, *rows]), aligned([plan_heads, *plan_rows]), *(s.text for s in planned.curve())]
     if plans:
         parts.append(
             f"next: train with --precision plan --precision-plan {output}/{next(iter(plans))}.json, or "
             f"megatron-snip export {output}/{next(iter(plans))}.json --to megatron --output exported_plan"
         )
     return "\n\n".join([*parts, f"{output}/report.html"])
-
-
-def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """This tool's options, and the trainer's."""
-    return parsers.analyse().parse_known_args(arguments)
 
 
 def read_shares(own: argparse.Namespace) -> list[float]:
@@ -312,7 +302,7 @@ def read_shares(own: argparse.Namespace) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; UserError for bad input."""
-    own, rest = parse_own(arguments)
+    own, rest = parsers.analyse().parse_known_args(arguments)
     shares = read_shares(own)
     output = Path(own.output)
     check_output("--output", output / "report.html")

@@ -288,11 +288,6 @@ def tracked(state: Mapping[str, Any]) -> Config:
     return config
 
 
-def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Split the arguments into this command's options and the trainer's."""
-    return parsers.evaluate().parse_known_args(arguments)
-
-
 def check_own(own: argparse.Namespace) -> None:
     """Raise UserError for a number out of range."""
     for name, least in (("num_fewshot", 0), ("limit", 1), ("batch_size", 1), ("max_length", 2), ("bootstrap", 0)):
@@ -311,7 +306,7 @@ def bos_of(own: argparse.Namespace, tokenizer: Tokenizer, *, hf: bool) -> int | 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line.  Raises UserError for bad input."""
-    own, rest = parse_own(arguments)
+    own, rest = parsers.evaluate().parse_known_args(arguments)
     check_own(own)
     config, start, length = options_of(own, rest)
     run_dir = None if own.output else run_folder_of(start)

@@ -41,7 +41,7 @@ from megatron_snip.files.json import write_atomic
 from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.max_loss import judgement
 from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
-from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
+from megatron_snip.snip.plan.options import measured_options
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.planner import BASELINES, Planner
@@ -103,7 +103,7 @@ def make_planner(config: Config, path: Path) -> Planner:
         )
     check_ranges(config, "snip")
     config = config.replace(snip_options=measured_options(config.snip.snip_options, stats.formats))
-    return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+    return Planner.of(config, stats, shapes)
 
 
 def _size(sizes: Mapping[str, tuple[int, int]], name: str) -> str:

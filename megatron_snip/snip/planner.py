@@ -14,7 +14,7 @@ from megatron_snip.quant import LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes, achieved
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve_pareto
-from megatron_snip.snip.plan.options import Choices, solve_request
+from megatron_snip.snip.plan.options import Choices, check_choices, read_times, solve_request
 from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import Plan, build_plan
 from megatron_snip.snip.plan.solver import SolveRequest
@@ -63,6 +63,11 @@ class Planner:
     shapes: Sequence[LinearShape]
     choices: Choices
     times: GemmTimes
+
+    @classmethod
+    def of(cls, config: Config, stats: Statistics, shapes: Sequence[LinearShape]) -> Planner:
+        """A planner of these linears.  Raises UserError if the options do not fit them."""
+        return cls(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
 
     @property
     def baselines(self) -> list[str]:

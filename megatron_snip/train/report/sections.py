@@ -20,7 +20,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.files.json import write_atomic
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
+from megatron_snip.snip.plan.options import measured_options
 from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import get_objective
@@ -249,7 +249,7 @@ def _planner(run: Run, stats: Statistics) -> Planner:
     shapes = snip_shapes(config)
     if [shape.name for shape in shapes] != list(stats.names):
         raise UserError("config.json and the statistics are of different models")
-    return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+    return Planner.of(config, stats, shapes)
 
 
 def _stages(run: Run) -> Section | None:
