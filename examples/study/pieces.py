@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from megatron_snip.files.json import write_atomic
 
 
 @dataclass(frozen=True)
@@ -19,12 +15,6 @@ class Piece:
     kind: str
     path: Path
     make: Callable[[Path], None]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file whole or not at all, with its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(value, indent=1) + "\n")
 
 
 class Worker:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.study.pieces import write_json
+from megatron_snip.files.json import write_json
 
 ARMS = {"best": "snip", "layer_id": "layer_id", "layer_type": "layer_type", "random_0": "random"}
 

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
-from examples.study.pieces import Worker, write_json
+from examples.study.pieces import Worker
 from examples.study.plans import probe, shapes_of
 from examples.study.planted import linears_of
 from examples.study.setting import read_setting
 from examples.study.study import Study
 from examples.study.trials import Losses
 from examples.study.truth import batches, even_truth
+from megatron_snip.files.json import write_json
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan.cost import GemmTimes, achieved
 from megatron_snip.snip.plan.options import check_choices

@@ -30,13 +30,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from examples.study.pieces import Piece, Worker, write_json
+from examples.study.pieces import Piece, Worker
 from examples.study.plans import Precisions, plan_by, probe, shapes_of
 from examples.study.planted import linears_of
 from examples.study.setting import read_setting
 from examples.study.study import Study
 from examples.study.truth import BF16, Sequences, batches, losses_of, precisions
 from megatron_snip.config import Config
+from megatron_snip.files.json import write_json
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan.options import check_choices
 from megatron_snip.snip.plan.pending import Pending

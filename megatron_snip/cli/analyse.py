@@ -26,7 +26,6 @@ format.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import sys
@@ -50,7 +49,7 @@ from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder, to
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output, one_line, read_file
-from megatron_snip.files.json import write_atomic
+from megatron_snip.files.json import write_atomic, write_json
 from megatron_snip.formats import get_format
 from megatron_snip.interop.huggingface import is_hf_folder
 from megatron_snip.quant import LinearPrecision
@@ -257,7 +256,7 @@ def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensi
     totals = ["all linears", *(f"{found.mean[:, f].sum():.2e}" for f in range(len(found.formats)))]
     plan_heads, plan_rows = planned.table()
     stats.save(output / "stats.json")
-    write_atomic(output / "sensitivity.json", json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
+    write_json(output / "sensitivity.json", found.to_dict())
     for name, plan in plans.items():
         plan.save(output / f"{name}.json")
     facts = [

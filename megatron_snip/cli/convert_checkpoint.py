@@ -11,7 +11,6 @@ AutoModelForCausalLM.from_pretrained.  Import holds one tensor in memory at a ti
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import shutil
@@ -36,7 +35,7 @@ from megatron_snip.cli import parsers
 from megatron_snip.config import CheckpointConfig, Config
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output, toml_value
-from megatron_snip.files.json import write_atomic
+from megatron_snip.files.json import write_atomic, write_json
 from megatron_snip.interop.huggingface import (
     check_weights,
     hf_config,
@@ -313,11 +312,6 @@ def _training(config: Config, state: Mapping[str, Any], plan: Mapping[str, Any] 
         "layout": f"tp {p.tensor_model_parallel_size}, pp {p.pipeline_model_parallel_size}",
         "run": f"{state['run_id']}",
     }
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Indented JSON."""
-    write_atomic(path, json.dumps(value, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -105,7 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in files.items():
         path = Path(options.output) / name
         check_output("--output", path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

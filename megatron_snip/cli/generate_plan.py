@@ -21,7 +21,6 @@ saving: it takes the largest share that measures below NATS, and implies --try. 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +36,7 @@ from megatron_snip.cli.trials import check_trials, make_trials, trial_samples, t
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output, one_line
-from megatron_snip.files.json import write_atomic
+from megatron_snip.files.json import write_atomic, write_json
 from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.max_loss import judgement
 from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
@@ -213,7 +212,7 @@ def generate(
     for name, plan in plans.items():
         plan.save(output_dir / f"{name}.json")
     about = {"objective": objective, "measure": planner.choices.measure, "iteration": planner.stats.iteration}
-    write_atomic(output_dir / "pareto.json", json.dumps({**about, "plans": rows, "frontier": points}, indent=1) + "\n")
+    write_json(output_dir / "pareto.json", {**about, "plans": rows, "frontier": points})
     kinds: dict[str, list[tuple[float, float, str]]] = {}
     for name, row in rows.items():
         kind = kinds.setdefault(name.rstrip("0123456789").rstrip("_"), [])
