@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import read_file
 from megatron_snip.quant import LinearPrecision
@@ -34,14 +35,15 @@ def is_finite(value: Any) -> bool:
 class Run:
     """A run folder's content: metrics in file order, plans by iteration, and notes on unreadable files.
 
-    options: config.json, or {}.  stats: the last readable statistics.
+    config, versions: from config.json; None and empty without it.  stats: the last readable statistics.
     """
 
     path: Path
     metrics: list[dict[str, Any]]
     plans: list[Plan]
     notes: list[str]
-    options: dict[str, Any]
+    config: Config | None
+    versions: Mapping[str, str | int]
     stats: Statistics | None
 
     @cached_property
@@ -76,7 +78,8 @@ def read_run(run_dir: str | Path) -> Run:
         except ValueError as error:
             notes.append(str(error))
     plans.sort(key=lambda plan: plan.iteration)
-    return Run(path, metrics, plans, notes, _read_options(path / "config.json", notes), _last_stats(path, notes))
+    config, versions = _read_options(path / "config.json", notes)
+    return Run(path, metrics, plans, notes, config, versions, _last_stats(path, notes))
 
 
 def format_summary(run_dir: str | Path) -> str:
@@ -93,16 +96,14 @@ def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
     return [row for _, row in lines]
 
 
-def _read_options(file: Path, notes: list[str]) -> dict[str, Any]:
-    """config.json; an unreadable one is noted."""
-    if not file.is_file():
-        return {}
-    try:
-        _, config, versions = read_run_file(file, "move it aside")
-        return {**config.to_dict(), "versions": dict(versions)}
-    except ValueError as error:
-        notes.append(str(error))
-        return {}
+def _read_options(file: Path, notes: list[str]) -> tuple[Config | None, Mapping[str, str | int]]:
+    """Options and versions of config.json; an unreadable one is noted."""
+    if file.is_file():
+        try:
+            return read_run_file(file, "move it aside")[1:]
+        except ValueError as error:
+            notes.append(str(error))
+    return None, {}
 
 
 def _last_stats(path: Path, notes: list[str]) -> Statistics | None:
@@ -167,13 +168,12 @@ def _time(run: Run, key: str) -> str:
 
 def _in_fp4(run: Run) -> str:
     """FP4's share of the linears' FLOPs, by the last plan or by --precision."""
-    options = run.options.get("precision", {})
-    precision, file = options.get("precision"), options.get("precision_plan")
+    precision, file = (run.config.precision.precision, run.config.precision.precision_plan) if run.config else ("", "")
     if precision == "plan":
         share = _share_of_file(run, file)
         return f"as {file} says" if share is None else f"{share:.2%} of the linears' FLOPs ({file})"
-    if precision not in (None, "snip"):
-        return f"{_fp4_share(str(precision))} of the linears' FLOPs (--precision {precision})"
+    if precision not in ("", "snip"):
+        return f"{_fp4_share(precision)} of the linears' FLOPs (--precision {precision})"
     in_force = not run.metrics or run.metrics[-1].get("snip/plan_hash") != ""  # a run may return to warm-up precision
     if not (run.plans and in_force):
         return "no plan"
