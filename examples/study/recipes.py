@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
-from examples.study.pieces import Worker
 from examples.study.plans import probe, shapes_of
 from examples.study.planted import linears_of
 from examples.study.setting import read_setting
@@ -111,7 +110,7 @@ def main(words: Sequence[str] | None = None) -> None:
     own = parser.parse_args(words)
     torch.set_num_threads(1)
     folder = own.output / own.setting.stem
-    study = Study(read_setting(own.setting), folder, Worker(own.setting.stem, folder / "log.txt"))
+    study = Study(read_setting(own.setting), folder)
     for checkpoint in own.checkpoints.split(","):
         measure(study, checkpoint, folder / checkpoint / "recipes.json", own.every, own.judged)
     study.close()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from examples.study.pieces import Worker
 from examples.study.planted import State, make_parts, plant, train
 from examples.study.setting import Setting
 from megatron_snip.config import Config
@@ -16,8 +15,8 @@ from megatron_snip.train.setup import Parts
 class Study:
     """The model of a setting in a folder; ``at`` brings it to a checkpoint, with outliers planted."""
 
-    def __init__(self, setting: Setting, folder: Path, worker: Worker) -> None:
-        self.setting, self.folder, self.worker = setting, folder, worker
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self.setting, self.folder = setting, folder
         folder.mkdir(parents=True, exist_ok=True)
         self.config, self.parts = make_parts(folder, setting.text, **setting.options())
 
@@ -44,7 +43,7 @@ class Study:
             kept = {"tensors": State(self.parts).tensors, "steps": self.parts.optimizer.steps, "loss": loss}
             torch.save(kept, path.with_suffix(".part"))
             path.with_suffix(".part").rename(path)
-            self.worker.say(f"trained to iteration {done}: loss {loss:.3f}")
+            print(f"trained to iteration {done}: loss {loss:.3f}", flush=True)
 
     @torch.no_grad()
     def _load(self, checkpoint: str) -> None:

@@ -24,13 +24,13 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from examples.study.pieces import Piece, Worker
 from examples.study.plans import Precisions, plan_by, probe, shapes_of
 from examples.study.planted import linears_of
 from examples.study.setting import read_setting
@@ -215,14 +215,16 @@ def main(words: Sequence[str] | None = None) -> None:
     own = parser.parse_args(words)
     torch.set_num_threads(1)
     folder = own.output / own.setting.stem
-    worker = Worker(own.setting.stem, folder / "log.txt")
-    study = Study(read_setting(own.setting), folder, worker)
+    study = Study(read_setting(own.setting), folder)
     for checkpoint in own.checkpoints.split(","):
-        keys = [(granularity, target) for target in TARGETS for granularity in own.granularities.split(",")]
-        paths = {(g, t): folder / checkpoint / "trials" / f"{g}-{t:g}.json" for g, t in keys}
-        if not all(path.is_file() for path in paths.values()):
-            cell = Cell(study, checkpoint)
-            worker.work([Piece("trials", path, partial(cell.measure, *key)) for key, path in paths.items()])
+        cell = None
+        for target, granularity in product(TARGETS, own.granularities.split(",")):
+            path = folder / checkpoint / "trials" / f"{granularity}-{target:g}.json"
+            if path.is_file():  # measured by an earlier run of this command
+                continue
+            cell = cell or Cell(study, checkpoint)
+            cell.measure(granularity, target, path)
+            print(path, flush=True)
     study.close()
 
 
