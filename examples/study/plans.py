@@ -1,4 +1,4 @@
-"""From statistics to plans: the probe of a small run, plans of least quality loss, and their regret."""
+"""From statistics to plans: the probe of a small run, the plans with the least quality loss, and their regret."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parts_batch(parts: Parts) -> int:
 def probe(
     parts: Parts, iteration: int, formats: Sequence[str] = ("fp4", "fp8"), batches: int = 1, *, updates: bool = True
 ) -> Statistics:
-    """Statistics of the coming batches."""
+    """Probe the coming batches."""
     assert parts.coordinator is not None
     measured = parts.coordinator.probe
     before, measured.formats = measured.formats, sorted(formats)
@@ -52,7 +52,7 @@ def shapes_of(parts: Parts) -> list[LinearShape]:
 
 
 def plan_by(quality: Floats, shapes: Sequence[LinearShape], target: float) -> Precisions:
-    """The plan of least quality loss [L, 2], of FP8 and FP4, at a share of FP4."""
+    """The plan over FP8 and FP4 with the least quality loss [L, 2], at a share of FP4."""
     chosen = SolveRequest(quality, efficiency(shapes, OPTIONS), target, gap=0.0).solve().choice
     return {shape.name: OPTIONS[option] for shape, option in zip(shapes, chosen, strict=True)}
 

@@ -112,7 +112,7 @@ def read_schedule(path: Path) -> Schedule:
     try:
         values = tomllib.loads(data.decode())
     except ValueError as error:
-        raise UserError(f"{path}: this schedule is no TOML ({error}); mend it") from None
+        raise UserError(f"{path}: this schedule is not TOML ({error}); correct it") from None
     if (like := values.pop("like", None)) is not None:
         base = dataclasses.asdict(read_schedule(path.parent / like))
         values = {**base, **values, "options": {**base["options"], **values.get("options", {})}}

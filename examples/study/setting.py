@@ -14,7 +14,7 @@ from megatron_snip.files.io import read_file
 
 @dataclass(frozen=True)
 class Setting:
-    """What a TOML file says; every field has a default there or here."""
+    """The content of a TOML file."""
 
     name: str  # for people
     model: dict[str, Any]  # options of the command line with underscores, beside those of planted.OPTIONS
@@ -39,12 +39,12 @@ def _tuples(value: Any) -> Any:
 
 
 def read_setting(path: Path) -> Setting:
-    """Read a TOML file.  UserError naming the file if it is none, for names that no field has, and for missing ones."""
+    """Read a TOML file.  Raises UserError if it is not one, and for unknown and missing names."""
     data = read_file(path, "setting", "give one such as examples/study/settings/6_gqa_planted.toml")
     try:
         values = tomllib.loads(data.decode())
     except ValueError as error:
-        raise UserError(f"{path}: this setting is no TOML ({error}); mend it") from None
+        raise UserError(f"{path}: this setting is not TOML ({error}); correct it") from None
     known = {field.name for field in dataclasses.fields(Setting)}
     if unknown := sorted(values.keys() - known):
         raise UserError(f"{path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")

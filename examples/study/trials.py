@@ -1,4 +1,4 @@
-"""What trials are worth: measured increase of the applied plan, of today's plain plan, of rules, and of an oracle.
+"""What trials are worth: the measured loss of the applied plan, beside the solver's own, rules, and an oracle.
 
     python -m examples.study.trials examples/study/settings/NAME.toml --checkpoints late,middle,early
 
@@ -9,13 +9,13 @@ increase of the loss over BF16 in nats a token and its standard error over held-
     applied     what a run applies: `Trials` with --snip-trials passes over the tokens after the probe's
     lowest      FP4 everywhere
     layer_id, layer_type, random_0 ... random_2
-    oracle      a local search by measured loss from the better of plain and applied, of at most ROUNDS rounds: the
-                linears nearest to changing, by predicted cost a FLOP, are flipped one at a time, then the swaps that
-                promise most are run, until one lowers the loss
+    oracle      a local search by measured loss, from the better of plain and applied, in at most ROUNDS rounds: each
+                flips the linears nearest to changing (by predicted cost per FLOP) one at a time, and then runs the
+                swaps that promise most until one lowers the loss
 
-The oracle searches on text of its own, half as much as a trial's, and all arms are judged on a third text.  So it can
-end above a plan that it started from.  Only fprop changes a loss without a step: by GEMM, dgrad and wgrad take their
-share first, and the oracle chooses among fprops.
+The oracle searches on text of its own, half as much as a trial's, and a third text judges all arms, so it can end above
+the plan that it started from.  Without an update, only fprop changes the loss: in plans by GEMM, dgrad and wgrad take
+their share first, and the oracle chooses among fprops.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NEAREST, PAIRS, ROUNDS = 10, 12, 3  # rows that the oracle flips each way; pairs
 
 
 class Losses:
-    """Losses of fprop choices over some batches, each measured once."""
+    """Losses of plans over some batches.  Plans with the same formats in fprop are measured once."""
 
     def __init__(self, parts: Parts, over: Sequence[Any]) -> None:
         self.parts, self.over, self.known = parts, over, {}
@@ -64,26 +64,27 @@ class Losses:
             return losses_of(self.parts, self.over)
 
     def of(self, plan: Mapping[str, LinearPrecision]) -> np.ndarray:
-        """[B] above BF16."""
+        """The increase above BF16 by batch [B], in nats per token."""
         key = tuple(precision.fprop for precision in plan.values())
         if key not in self.known:
             self.known[key] = self._of(plan) - self.bf16
         return self.known[key]
 
     def mean(self, plan: Mapping[str, LinearPrecision]) -> float:
-        """Mean above BF16 in nats a token."""
+        """The mean increase above BF16."""
         return float(self.of(plan).mean())
 
     def judged(self, plan: Mapping[str, LinearPrecision]) -> dict[str, float]:
-        """Mean and its standard error over batches."""
+        """The mean increase, and its standard error over batches."""
         values = self.of(plan)
         return {"increase": float(values.mean()), "error": float(values.std(ddof=1) / len(values) ** 0.5)}
 
 
 def searched(start: Precisions, cost: np.ndarray, weight: np.ndarray, need: float, losses: Losses) -> Precisions:
-    """A local search from a plan: swaps of linears with FP4's fprop that keep its share of FLOPs (weight [L]) at need.
+    """Search from a plan by swapping linears whose fprop is in FP4, while FP4 keeps the share ``need`` of the FLOPs.
 
-    cost [L]: predicted cost of FP4's fprop beyond FP8's, which chooses the rows that are flipped.
+    weight [L]: each linear's share of the FLOPs.  cost [L]: predicted cost of FP4 beyond FP8's; it selects the linears
+    that are flipped.
     """
     names = list(start)
 
@@ -129,7 +130,7 @@ def searched(start: Precisions, cost: np.ndarray, weight: np.ndarray, need: floa
 
 
 class Cell:
-    """A checkpoint: probed once, then planned at each granularity and target."""
+    """A checkpoint, which is probed once and then planned for each granularity and target."""
 
     def __init__(self, study: Study, checkpoint: str) -> None:
         self.config, self.parts = study.at(checkpoint)
@@ -147,7 +148,7 @@ class Cell:
 
     @staticmethod
     def _together(found: Sequence[Sequences]) -> Sequences:
-        """Batches as microbatches of one."""
+        """The batches as microbatches of one batch."""
         return Sequences(
             *(torch.cat([getattr(one, name) for one in found]) for name in ("tokens", "labels", "sample_index"))
         )
@@ -161,7 +162,7 @@ class Cell:
         return plan.linears, pending, plan
 
     def applied(self, pending: Pending, plan: Any) -> dict[str, Any]:
-        """What a run applies, with what was tried."""
+        """What a run applies, and what it tried."""
         plan_of = partial(pending.plan_of, shapes=self.shapes, hardware="nominal")
         arguments = plan, pending.request, self.shapes, pending.precisions, plan_of, None
         trials = Trials(
@@ -175,7 +176,7 @@ class Cell:
                 "tried": [one.to_dict() for one in tried]}  # fmt: skip
 
     def measure(self, granularity: str, target: float, path: Path) -> None:
-        """All arms of a granularity and target."""
+        """Measure all arms of a granularity and target, and write them."""
         config = self.config.replace(snip_granularity=granularity, snip_target=target)
         plain, pending, plan = self.plan(config, "snip")
         applied = self.applied(pending, plan)

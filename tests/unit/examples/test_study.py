@@ -75,7 +75,7 @@ def test_settings_are_sound(path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "cannot read the setting"), ("name =", "no TOML"), ("plants = []", "unknown plants")]
+    ("content", "said"), [(None, "cannot read the setting"), ("name =", "not TOML"), ("plants = []", "unknown plants")]
 )
 def test_a_setting_that_is_none_is_refused(tmp_path, content, said):
     path = tmp_path / "a.toml"
