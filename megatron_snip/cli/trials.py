@@ -90,15 +90,8 @@ def best_for(plan: Plan, planner: Planner, tried: Sequence[Tried], tokens: int) 
     if own is None:
         return plan
     enough = [one for one in tried if one.is_finite and planner.saved_by(one.plan) >= planner.saved_by(plan) - 1e-9]
-    better = [one for one in enough if not own.is_finite or _least(own) > _most(one)]
+    least = own.increase - CERTAIN * own.error
+    better = [one for one in enough if not own.is_finite or least > one.increase + CERTAIN * one.error]
     best = min(better, key=lambda one: one.increase, default=own)
     found = with_record([dataclasses.replace(one, taken=one is best and one.is_finite) for one in tried], tokens)
     return plan if found is None else dataclasses.replace(found, target=plan.target)
-
-
-def _least(one: Tried) -> float:
-    return one.increase - CERTAIN * one.error
-
-
-def _most(one: Tried) -> float:
-    return one.increase + CERTAIN * one.error
