@@ -95,7 +95,7 @@ class Sensitivity:
         return dict(zip(self.names, self.mean[:, list(self.formats).index(fmt)].tolist(), strict=True))
 
     def rows(self, names: Sequence[str]) -> list[list[str]]:
-        """A row of text for each of some linears."""
+        """A row of text per linear."""
         index = {name: i for i, name in enumerate(self.names)}
         return [
             [name, *(shown(self.mean[index[name], f], self.error[index[name], f]) for f in range(len(self.formats)))]
@@ -103,7 +103,7 @@ class Sensitivity:
         ]
 
     def to_dict(self) -> dict[str, dict[str, dict[str, float | None]]]:
-        """Linear -> format -> mean and standard error, each None if it is not finite, for which JSON has no word."""
+        """Linear -> format -> mean and standard error; None for a number that is not finite, which JSON lacks."""
 
         def figure(value: float) -> float | None:
             return float(value) if math.isfinite(value) else None
@@ -118,14 +118,14 @@ class Sensitivity:
 
 
 def indexed(data: Path) -> str | None:
-    """The prefix of an indexed dataset that --data names, by it or by one of its files; None for text."""
+    """The prefix of the indexed dataset that --data names, by its prefix or one of its files; None for text."""
     if data.with_suffix(".idx").is_file() and data.suffix in ("", ".bin", ".idx"):
         return str(data.with_suffix("")) if data.suffix else str(data)
     return str(data) if Path(f"{data}.idx").is_file() else None
 
 
 def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
-    """The prefix of an indexed dataset with the tokens of --data, made in a folder where it is text."""
+    """The prefix of an indexed dataset with the tokens of --data.  If --data is text, the dataset is made in a folder."""
     if (there := indexed(data)) is not None:
         return there
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,9 +145,9 @@ def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
 
 
 def warn_of_repeats(prefix: str, own: argparse.Namespace, tried: int) -> None:
-    """Batches that see the same text again vary less than others: their standard errors would be too small.
+    """Warn if text repeats: batches of the same text vary less, so their standard errors are too small.
 
-    tried: tokens of the trials, which are to be others than the probe's.
+    tried: number of tokens for the trials, which should differ from the probe's.
     """
     there, taken = IndexedDataset(prefix).num_tokens, own.batches * own.batch_size * own.seq_length
     more = f" and trials of {tried:,}" if tried else ""
@@ -161,7 +161,7 @@ def warn_of_repeats(prefix: str, own: argparse.Namespace, tried: int) -> None:
 
 
 def on_rank_0(make: Callable[[], str]) -> str:
-    """What rank 0 makes, on every rank; its error too."""
+    """Call ``make`` on rank 0 and return its result on every rank.  Raises its error on every rank, too."""
     answer = ["", ""]
     if runtime.environment_rank() == 0:
         try:
@@ -175,12 +175,12 @@ def on_rank_0(make: Callable[[], str]) -> str:
 
 
 def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, Start]:
-    """The trainer's options for a probe of the model on the data."""
+    """The trainer's options to probe the model on the data."""
     probed = own.batches * own.batch_size * own.seq_length
     words = ["--load", own.model, "--bf16", "--snip-trials", "10", "--snip-trial-tokens", str(max(1, probed)), *rest]
     try:
         given, _ = with_saved_options(words, ("model", "data"))
-    except UserError as error:  # the caller has given a folder, and no --load
+    except UserError as error:  # the user gave a folder, not --load
         raise UserError(str(error).removeprefix("--load ")) from None
     p = given.parallel
     runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
@@ -207,7 +207,7 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
 
 
 def weights_of(start: Start) -> Start:
-    """The checkpoint's weights alone: the data is not that of its run, nor where in it the run was."""
+    """A start with only the checkpoint's weights, since the data is not that of its run."""
     if start.state is None:
         return start
     fresh = {"weights_alone": True, "optimizer_steps": 0, "consumed_samples": 0}
@@ -215,7 +215,7 @@ def weights_of(start: Start) -> Start:
 
 
 def measure(config: Config, parts: Parts, batch: Batches, iteration: int, batches: int) -> list[Statistics]:
-    """Statistics of each batch; every rank calls it.  It may raise ProbeFailed, on every rank."""
+    """Statistics of each batch.  Every rank must call it.  May raise ProbeFailed, on every rank."""
     assert parts.coordinator is not None
     probe, found, begin = parts.coordinator.probe, [], time.perf_counter()
     microbatches = config.training.global_batch_size // (config.training.micro_batch_size * parts.mesh.dp.size)
@@ -239,7 +239,7 @@ def measure(config: Config, parts: Parts, batch: Batches, iteration: int, batche
 
 
 def check_shares(config: Config, shares: Sequence[float]) -> None:
-    """UserError for a share that no plan can have, before hours of probing."""
+    """Raise UserError for a share that no plan can reach, before hours of probing."""
     shapes = snip_shapes(config)
     for share in shares:
         try:
@@ -249,7 +249,7 @@ def check_shares(config: Config, shares: Sequence[float]) -> None:
 
 
 def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensitivity, planned: Planned) -> str:
-    """Everything that --output gets; returns what the terminal shows."""
+    """Write all files to --output.  Returns the text for the terminal."""
     coarsest, plans = found.formats[-1], planned.plans
     worst = sorted(found.column(coarsest).items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
     heads = ["linear", *(f"{fmt} (nats)" for fmt in found.formats)]
@@ -288,7 +288,7 @@ def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensi
 
 
 def read_shares(own: argparse.Namespace) -> list[float]:
-    """--shares; UserError for what are none, and for too few batches."""
+    """Read --shares.  Raises UserError for anything but shares, and for too few batches."""
     words = parsers.SHARES if own.shares is None else own.shares
     try:
         shares = [float(word) for word in words.split(",")]
@@ -300,7 +300,7 @@ def read_shares(own: argparse.Namespace) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; UserError for bad input."""
+    """Command line.  Raises UserError for bad input."""
     own, rest = parsers.analyse().parse_known_args(arguments)
     shares = read_shares(own)
     output = Path(own.output)
