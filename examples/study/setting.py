@@ -38,16 +38,27 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
+def read_values(path: Path, what: str, example: str) -> dict[str, Any]:
+    """The content of a TOML file.  Raises UserError if it is not one."""
+    data = read_file(path, what, f"give one such as examples/study/{example}")
+    try:
+        return tomllib.loads(data.decode())
+    except ValueError as error:
+        raise UserError(f"{path}: this {what} is not TOML ({error}); correct it") from None
+
+
+def check_fields(path: Path, values: dict[str, Any], kind: type) -> None:
+    """Raise UserError for names that are not fields of a dataclass, and for fields without a value."""
+    fields = dataclasses.fields(kind)
+    needed = {each.name for each in fields if each.default is each.default_factory is dataclasses.MISSING}
+    if unknown := sorted(values.keys() - {each.name for each in fields}):
+        raise UserError(f"{path}: unknown {', '.join(unknown)}; known: {', '.join(each.name for each in fields)}")
+    if missing := sorted(needed - values.keys()):
+        raise UserError(f"{path}: {', '.join(missing)} missing; add it")
+
+
 def read_setting(path: Path) -> Setting:
     """Read a TOML file.  Raises UserError if it is not one, and for unknown and missing names."""
-    data = read_file(path, "setting", "give one such as examples/study/settings/6_gqa_planted.toml")
-    try:
-        values = tomllib.loads(data.decode())
-    except ValueError as error:
-        raise UserError(f"{path}: this setting is not TOML ({error}); correct it") from None
-    known = {field.name for field in dataclasses.fields(Setting)}
-    if unknown := sorted(values.keys() - known):
-        raise UserError(f"{path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    if missing := sorted({"name", "model"} - values.keys()):
-        raise UserError(f"{path}: {', '.join(missing)} missing; add it")
+    values = read_values(path, "setting", "settings/6_gqa_planted.toml")
+    check_fields(path, values, Setting)
     return Setting(**{key: _tuples(value) for key, value in values.items()})

@@ -125,7 +125,7 @@ def indexed(data: Path) -> str | None:
 
 
 def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
-    """The prefix of an indexed dataset with the tokens of --data.  If --data is text, the dataset is made in a folder."""
+    """The prefix of an indexed dataset with the tokens of --data.  If --data is text, it is made in a folder."""
     if (there := indexed(data)) is not None:
         return there
     folder.mkdir(parents=True, exist_ok=True)
