@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 from torch import nn
 
@@ -41,12 +41,8 @@ from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaul
 LOGGER = logging.getLogger("megatron_snip")
 
 
-class Batches(Protocol):
-    """The coming batches of a checkpoint."""
-
-    def __call__(self, ahead: int, samples: int | None = None) -> Batch:
-        """The batch ``ahead`` after the coming one, or this many samples from there on."""
-        ...
+#: (ahead, samples=None) -> the batch that is ``ahead`` after a checkpoint's next one, or this many samples from there.
+Batches = Callable[..., Batch]
 
 
 def probe_config(config: Config, iteration: int, batches: int) -> Config:
