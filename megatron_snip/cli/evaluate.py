@@ -255,12 +255,6 @@ def known(path: Path, iteration: int, model: str) -> Evaluation:
     return dataclasses.replace(found, model=model)
 
 
-def table(iteration: int, precision: str, scores: Mapping[str, Scores]) -> str:
-    """The scores as a table for the terminal."""
-    heads, rows = score_rows([Evaluation(iteration, {precision: dict(scores)})])
-    return aligned([heads, *rows])
-
-
 def track(run_dir: Path, start: Start, row: Mapping[str, Any]) -> None:
     """Add the scores to the report, wandb and TensorBoard.  Errors only warn, as the file of scores is written."""
     assert start.state is not None
@@ -334,7 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if here.rank == 0:
         precision = f"plan {plan.hash}" if plan else config.precision.precision
         # printed first, in case something fails below
-        print(f"{table(start.iteration, precision, scores)}\n\n{path}", flush=True)
+        heads, rows = score_rows([Evaluation(start.iteration, {precision: scores})])
+        print(f"{aligned([heads, *rows])}\n\n{path}", flush=True)
         evaluation = before.with_scores(precision, scores)
         try:
             evaluation.save(path)

@@ -52,7 +52,7 @@ from megatron_snip.train.pictures.figures import pareto
 from megatron_snip.train.report.headline import number
 from megatron_snip.train.report.page import Section, page
 from megatron_snip.train.report.page import table as html_table
-from megatron_snip.train.run.run_folder import Start, saved_options, with_saved_options
+from megatron_snip.train.run.run_folder import Start, options_of, saved_options, with_saved_options
 from megatron_snip.train.run.state_file import read_run_file
 from megatron_snip.train.setup import snip_shapes
 from megatron_snip.train.validate import check_ranges
@@ -66,14 +66,11 @@ WHAT_QUALITY_IS = (
 
 def read_config(words: Sequence[str], stats: Path) -> Config:
     """Parse the options; the model comes from --load, or from the run folder of the statistics."""
-    config, run = parse(words), stats.parent.parent / "config.json"
-    if config.checkpoint.load:
-        config, _ = with_saved_options(words, ("model",))
-    elif stats.parent.name == "stats" and run.is_file():
-        _, of_run, _ = read_run_file(run, "give the model's shape by --load or --config")
-        saved = saved_options({"config": of_run.to_dict()}, ("model",))
-        config = parse(words, saved)
-    return config
+    config, run = options_of(words, ("model",)), stats.parent.parent / "config.json"
+    if config.checkpoint.load or stats.parent.name != "stats" or not run.is_file():
+        return config
+    _, of_run, _ = read_run_file(run, "give the model's shape by --load or --config")
+    return parse(words, saved_options({"config": of_run.to_dict()}, ("model",)))
 
 
 def read_run(words: Sequence[str], trying: bool) -> tuple[Config, Start] | None:

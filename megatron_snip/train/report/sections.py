@@ -208,10 +208,6 @@ def _number(row: Mapping[str, Any], key: str) -> float | None:
     return float(row[key]) if is_finite(row.get(key)) else None
 
 
-def _trials(run: Run) -> Section | None:
-    return trials(run.plans)
-
-
 def _trade_off(run: Run) -> Section | None:
     """Quality loss over savings, by the last statistics: the best plans, and the run's own."""
     if not run.plans or run.stats is None or run.config is None or run.config.precision.precision != "snip":
@@ -337,5 +333,5 @@ def _shown(value: Any) -> str:
 
 #: Sections after the loss, in the page's order.
 _SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
-    _optimisation, _plans, _divergences, _trials, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
+    _optimisation, _plans, _divergences, trials, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
 )  # fmt: skip

@@ -365,6 +365,12 @@ def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
     return out
 
 
+def options_of(words: Sequence[str], groups: Sequence[str]) -> Config:
+    """Command-line options, on top of those of the run that --load names, if it is given."""
+    config = parse(words)
+    return with_saved_options(words, groups)[0] if config.checkpoint.load else config
+
+
 def with_saved_options(words: Sequence[str], groups: Sequence[str]) -> tuple[Config, Start]:
     """Command-line options on top of those of the run that --load names, and that checkpoint as the start.
 
