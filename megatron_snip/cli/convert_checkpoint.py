@@ -44,7 +44,7 @@ from megatron_snip.interop.huggingface import (
     model_options,
 )
 from megatron_snip.interop.sentencepiece_json import tokenizer_files
-from megatron_snip.interop.tokenizer_files import TOKENIZER, copy_tokenizer, read_files, write_files
+from megatron_snip.interop.tokenizer_files import PLAN, TOKENIZER, copy_tokenizer, read_files, write_files
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
@@ -54,7 +54,7 @@ from megatron_snip.quant.adamw.expansion import LOW
 from megatron_snip.train.run.run_folder import find_checkpoint, saved_options
 from megatron_snip.train.run.state_file import new_state, read_state
 
-PLAN, INDEX = "precision_plan.json", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 #: Prefix of a weight's name in our checkpoints.
 OURS = "model."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

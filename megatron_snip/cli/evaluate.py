@@ -35,6 +35,7 @@ from megatron_snip.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output, one_line
 from megatron_snip.interop.huggingface import check_model, is_hf_folder
+from megatron_snip.interop.tokenizer_files import PLAN
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import LinearPrecision, check_linear
@@ -57,8 +58,6 @@ from megatron_snip.train.setup import agree_on, check, mesh_of, with_defaults
 LOGGER = logging.getLogger("megatron_snip")
 #: Kinds of requests that we can score.
 SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
-#: Name of the plan file in an exported model's folder.
-HF_PLAN = "precision_plan.json"
 
 
 def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
@@ -107,9 +106,9 @@ def plan_of(word: str | None, config: Config, start: Start) -> tuple[Config, Pla
     if word != "own":
         return config, Plan.load(word)
     if start.state is None:
-        path = Path(str(start.load)) / HF_PLAN
+        path = Path(str(start.load)) / PLAN
         if not path.is_file():
-            raise UserError(f"--plan own: {start.load} has no {HF_PLAN}; give --plan FILE, or drop it")
+            raise UserError(f"--plan own: {start.load} has no {PLAN}; give --plan FILE, or drop it")
         return config, Plan.load(path)
     if start.state["snip"] and (saved := start.state["snip"]["plan"]) is not None:
         return config, Plan.from_dict(saved, f"plan of {start.load}")
