@@ -32,7 +32,9 @@ from megatron_snip.files.io import check_output, one_line
 from megatron_snip.interop.huggingface import check_model
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.predict.sampling import batches_of
+from megatron_snip.snip.plan.options import read_times
+from megatron_snip.snip.planner import ask
+from megatron_snip.snip.predict.sampling import LEAST_TOKENS, batches_of, suffices
 from megatron_snip.train.health.memory import TRAINING, WEIGHTS, warn_about_memory
 from megatron_snip.train.run.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
 from megatron_snip.train.run.state_file import new_state
@@ -110,10 +112,15 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
     parts, batch, iteration = prepare(config, start, batches)
     assert parts.coordinator is not None
     begin, run_pass = time.perf_counter(), parts.stepper.pass_runner(batch(0), iteration, batch)
-    probe = parts.coordinator.probe
-    enough = parts.coordinator.suffices if config.snip.snip_probe_tokens == "auto" else None
+    probe, of = parts.coordinator.probe, (config.snip, parts.coordinator.shapes, parts.coordinator.choices)
+
+    def enough(stats: Statistics, tokens: int) -> bool:  # for the target of ``config``: the run itself plans nothing
+        request, _ = ask(*of, stats, times=read_times(config.snip), objective="snip")
+        return tokens >= LEAST_TOKENS and suffices(stats, of[2].options, request)
+
+    auto = config.snip.snip_probe_tokens == "auto"
     try:
-        stats = probe.run(run_pass, parts.optimizer.zero_grad, iteration, batches, enough=enough)
+        stats = probe.run(run_pass, parts.optimizer.zero_grad, iteration, batches, enough=enough if auto else None)
     except ProbeFailed as error:  # on every rank alike
         raise UserError(f"--load {start.load}, iteration {start.load_iteration}: {error}") from None
     finally:

@@ -192,10 +192,10 @@ class Coordinator:
         if not objective.needs_stats:
             return None
         everything = objective.needs_operands or self.snip.snip_weight > 0
-        enough = self.suffices if self.snip.snip_probe_tokens == "auto" else None
+        enough = self._suffices if self.snip.snip_probe_tokens == "auto" else None
         return self.probe.run(run_pass, zero_grad, iteration, batches, updates=everything, enough=enough)
 
-    def suffices(self, stats: Statistics, tokens: int) -> bool:
+    def _suffices(self, stats: Statistics, tokens: int) -> bool:
         """Whether this many tokens determine the plan's cost; the same on every rank."""
         try:
             return tokens >= LEAST_TOKENS and suffices(stats, self.options, self._ask(stats)[0])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_snip import runtime
+from megatron_snip.cli import collect_stats
 from megatron_snip.cli.collect_stats import main, probe_config
 from megatron_snip.config import Config
-from megatron_snip.snip import coordinator
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.train.health import memory
 from tests.unit.snip.made_up import assert_same
@@ -83,11 +83,12 @@ def test_the_mean_over_several_batches(collect):
 
 def test_as_many_tokens_as_determine_the_plan_s_cost(collect, monkeypatch):
     """In batches of 256, here 512 at least."""
-    monkeypatch.setattr(coordinator, "LEAST_TOKENS", 512)
+    monkeypatch.setattr(collect_stats, "LEAST_TOKENS", 512)
     asked = []
-    monkeypatch.setattr(coordinator, "suffices", lambda *of: asked.append(of) or len(asked) == 2)
+    monkeypatch.setattr(collect_stats, "suffices", lambda *of: asked.append(of) or len(asked) == 2)
     found = collect("--snip-probe-tokens", "auto")
     assert_same(found, collect("--snip-probe-tokens", "768"))
+    assert [request.target for _, _, request in asked] == [0.75, 0.75], "that of the plans, not of the run that probes"
 
 
 def test_a_run_in_samples_tells_its_iterations_by_them():
