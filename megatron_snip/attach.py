@@ -50,10 +50,10 @@ from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.options import check_choices, device_options, read_choices, solve_request
-from megatron_snip.snip.plan.pending import Pending
+from megatron_snip.snip.plan.options import check_choices, device_options, read_choices
+from megatron_snip.snip.planner import ask, pending_of
 from megatron_snip.snip.predict.divergence import Predictions
-from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
+from megatron_snip.snip.predict.objectives import get_objective
 from megatron_snip.snip.trial import Propose, TrialFailed, Trials, try_plan
 
 __all__ = ["Snip", "attach", "token_losses"]
@@ -282,16 +282,10 @@ class Snip:
                 f"solve: objective {snip.snip_objective!r} needs what only the trainer measures; choose snip"
             )
         choices = check_choices(snip, self.shapes)
-        inputs = ObjectiveInputs(self.shapes, choices.options, self.statistics, seed=self._plain_seed)
-        quality, held = quality_loss(snip.snip_objective, inputs)
-        current = self.plan.linears if self.plan else None
-        request = solve_request(snip, self.shapes, choices, quality, held=held, current=current)
-        pending = Pending(
-            self.iteration, self.iteration, tuple(map(str, choices.options)), snip.snip_objective, request,
-            choices.measure, snip.snip_max_loss,
-        )  # fmt: skip
+        request, _ = ask(snip, self.shapes, choices, self.statistics, seed=self._plain_seed, current=self.plan)
+        pending = pending_of(snip, choices, request, self.iteration)
         plan = pending.plan_of(request.solve(), self.shapes, "nominal")
-        return plan, proposals(pending, plan, self.shapes, "nominal", self.plan, self._plain_seed)
+        return plan, proposals(pending, plan, self.shapes, "nominal", self.plan)
 
     def _best(
         self, plan: Plan, propose: Propose | None, held_out: Sequence[TokenLosses], snip: SnipConfig, known: Predictions

@@ -163,7 +163,7 @@ def draw(run_dir: Path, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         stats.save(file := Path(name) / "statistics.json")
-        words = ["--stats", str(file), "--efficiency-saving", str(TARGET), "--options", "fp8,fp4"]
+        words = ["--stats", str(file), "--snip-target", str(TARGET), "--snip-options", "fp8,fp4"]
         if generate_plan([*words, "--num-random", "20", "--output-dir", name]):
             raise SystemExit(1)
         found = json.loads((Path(name) / "pareto.json").read_text())

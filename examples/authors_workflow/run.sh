@@ -50,16 +50,16 @@ pretrain() {
 prepare() {
     local part
     if [ ! -e "$dir/text/train.jsonl" ]; then
-        python tools/gather_text.py --output "$dir/text" --max-bytes "${WORKFLOW_BYTES:-8000000}" --min-bytes 100000
+        python -m megatron_snip.cli gather --output "$dir/text" --max-bytes "${WORKFLOW_BYTES:-8000000}" --min-bytes 100000
     fi
     if [ ! -e "$dir/tokenizer/tokenizer.model" ]; then
         mkdir -p "$dir/tokenizer"
-        python tools/train_tokenizer.py --input "$dir/text/train.jsonl" --vocab-size "${WORKFLOW_VOCAB:-4096}" \
+        python -m megatron_snip.cli tokenizer --input "$dir/text/train.jsonl" --vocab-size "${WORKFLOW_VOCAB:-4096}" \
             --max-bytes 8000000 --output-prefix "$dir/tokenizer/tokenizer"
     fi
     for part in train valid; do
         if [ ! -e "$dir/tokens/${part}_text_document.idx" ]; then
-            python tools/preprocess_data.py --input "$dir/text/$part.jsonl" --output-prefix "$dir/tokens/$part" \
+            python -m megatron_snip.cli preprocess --input "$dir/text/$part.jsonl" --output-prefix "$dir/tokens/$part" \
                 --append-eod --workers 2 --tokenizer-type SentencePieceTokenizer \
                 --tokenizer-model "$dir/tokenizer/tokenizer.model"
         fi
@@ -75,13 +75,13 @@ collect() {
     if [ "$dir/stats.json" -nt "$dir/bf16/checkpoints/latest_checkpointed_iteration.txt" ]; then
         return
     fi
-    distributed tools/collect_stats.py --load "$dir/bf16/checkpoints" --snip-options fp8,fp4 --snip-weight 1 \
+    distributed -m megatron_snip.cli probe --load "$dir/bf16/checkpoints" --snip-options fp8,fp4 --snip-weight 1 \
         --output "$dir/stats.json"
 }
 
 plans() {
-    python tools/generate_plan.py --stats "$dir/stats.json" --load "$dir/bf16/checkpoints" \
-        --efficiency-saving "${WORKFLOW_BUDGET:-0.75}" --num-random "${WORKFLOW_RANDOM:-3}" --output-dir "$dir/plans"
+    python -m megatron_snip.cli plan --stats "$dir/stats.json" --load "$dir/bf16/checkpoints" \
+        --snip-target "${WORKFLOW_BUDGET:-0.75}" --num-random "${WORKFLOW_RANDOM:-3}" --output-dir "$dir/plans"
 }
 
 # scheme NAME OPTIONS...: from the checkpoint in BF16 on, unless the scheme has checkpoints of its own

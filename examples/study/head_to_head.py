@@ -35,12 +35,11 @@ import torch
 from examples.study import real_model, scratch
 from examples.study.head_to_head_table import table
 from examples.study.judge import TEXTS, formats_of, in_formats, linears_of, losses, sequences_of
-from examples.study.pieces import write_json
 from examples.study.real_text import write_texts
 from examples.study.schedule import BASE, BY_HAND, FROM_SCRATCH, Schedule, read_schedule
 from megatron_snip import runtime
 from megatron_snip.errors import UserError
-from megatron_snip.files.json import write_atomic
+from megatron_snip.files.json import write_atomic, write_json
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.train.run.metrics import read_metrics
 from megatron_snip.train.schedule import final_switch

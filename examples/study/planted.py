@@ -36,9 +36,9 @@ TEXT = ("torch", "distributed")
 
 
 def write_bytes_of(prefix: Path, package: str, folder: str, limit: int) -> None:
-    """A package's own sources, one byte a token, as an indexed dataset: the same text under every Python.
+    """Write a package's sources as an indexed dataset, one byte per token.  The text does not depend on the Python.
 
-    Tests are left out; of each file the first 64 KiB are taken, of all a little more than ``limit`` bytes.
+    It leaves out tests, and takes the first 64 KiB of each file, until it has ``limit`` bytes.
     """
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
@@ -69,8 +69,10 @@ def make_parts(
 
 @torch.no_grad()
 def draw_measured_weights(config: Config, parts: Parts) -> None:
-    """The initial weights of the models that docs/evidence.md and docs/numerics.md tell of: torch's normal deviates, a
-    generator for each parameter, as training drew them until 2026-11-22.  Figures of other models are other figures.
+    """Draw the initial weights of the models in docs/evidence.md and docs/numerics.md.
+
+    Training drew them like this until 2026-11-22: with torch's normal deviates, from one generator per parameter.  With
+    other weights, the published figures would be others.
     """
     tags = tags_of(*parts.stages.values())
     for name, parameter in parts.optimizer.parameters.items():
@@ -83,7 +85,7 @@ def draw_measured_weights(config: Config, parts: Parts) -> None:
 
 
 def train(config: Config, parts: Parts, first: int, last: int) -> float:
-    """Iterations first..last; the last one's loss."""
+    """Train the iterations from first to last.  Returns the loss of the last."""
     loss = float("nan")
     for i in range(first, last + 1):
         loss = parts.stepper.step(parts.train_loader.batch((i - 1) * config.training.global_batch_size), i).loss
@@ -92,7 +94,7 @@ def train(config: Config, parts: Parts, first: int, last: int) -> float:
 
 @torch.no_grad()
 def plant(parts: Parts, seed: int = 0, places: Sequence[Sequence[int]] = PLANTED) -> None:
-    """Plant outliers: factors of 8 to 60 in a few channels, which the linears that read them divide by again."""
+    """Plant outliers: multiply a few channels by 8 to 60, and divide the weights that read them by the same."""
     draw = np.random.RandomState(seed)
     (stage,) = parts.stages.values()
     for index, place in places:
@@ -117,7 +119,7 @@ def linears_of(parts: Parts) -> dict[str, ColumnParallelLinear | RowParallelLine
 
 
 class State:
-    """Weights and moments as they stand, to go back to, or to give to another run of the same model."""
+    """A copy of weights and moments, for this run or another of the same model."""
 
     def __init__(self, parts: Parts) -> None:
         self.steps = parts.optimizer.steps
@@ -125,7 +127,7 @@ class State:
 
     @torch.no_grad()
     def restore(self, parts: Parts) -> None:
-        """Go back, or there."""
+        """Write the copy into a run."""
         for name, tensor in parts.tensors().items():
             tensor.copy_(self.tensors[name])
         parts.optimizer.set_steps(self.steps)

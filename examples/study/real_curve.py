@@ -1,7 +1,7 @@
 """What plans of a real model cost by their share of FP4: a picture and a JSON file of what the judge measured.
 
     for share in 0.25 0.5 0.75 0.9; do
-        python tools/generate_plan.py --stats runs/smollm2/stats.json --options fp8,fp4 --efficiency-saving $share \
+        megatron-snip plan --stats runs/smollm2/stats.json --snip-options fp8,fp4 --snip-target $share \
             --num-random 1 --output-dir runs/curve/fp8,fp4/$share
     done
     python -m examples.study.judge FOLDER fp8 fp4 runs/curve/fp8,fp4/*/*_*.json runs/curve/fp8,fp4/*/best.json \
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.study.pieces import write_json
+from megatron_snip.files.json import write_json
 
 ARMS = {"best": "snip", "layer_id": "layer_id", "layer_type": "layer_type", "random_0": "random"}
 

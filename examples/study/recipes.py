@@ -1,15 +1,15 @@
-"""Recipes as a plan's options: predicted against true costs over the formats, and plans against fixed recipes.
+"""Recipes as a plan's options: predicted and true costs in each format, and plans beside fixed recipes.
 
     python -m examples.study.recipes examples/study/settings/12_gqa_planted.toml --checkpoints late,middle
 
 It writes DIR/NAME/CHECKPOINT/recipes.json with
 
-    costs     predicted and true cost in nats of single linears, fprop in each of FORMATS; the truth is
-              [L(+dY) + L(-dY)]/2 - L0 over text of its own
-    fixed     recipes that are the same in every run, each with the time that it saves by --gemm-times published:b300,
-              and the plan over recipes:blackwell that saves as much: increase of the loss over BF16 on held-out text
+    costs     the predicted and the true cost of single linears in nats, with fprop in each of FORMATS; the true cost
+              is [L(+dY) + L(-dY)]/2 - L0 over other text
+    fixed     for each fixed recipe, the time that it saves by --gemm-times published:b300, and the loss above BF16 on
+              held-out text, of the recipe and of the plan over recipes:blackwell that saves as much
 
-Only fprop changes a loss without a step.
+Without an update, only fprop changes the loss.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
-from examples.study.pieces import Worker, write_json
 from examples.study.plans import probe, shapes_of
 from examples.study.planted import linears_of
 from examples.study.setting import read_setting
 from examples.study.study import Study
 from examples.study.trials import Losses
 from examples.study.truth import batches, even_truth
+from megatron_snip.files.json import write_json
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan.cost import GemmTimes, achieved
-from megatron_snip.snip.plan.options import check_choices, solve_request
+from megatron_snip.snip.plan.options import check_choices
+from megatron_snip.snip.planner import ask
 from megatron_snip.snip.predict.divergence import loss_divergence
-from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 
 FORMATS = (
     "fp8", "mxfp8", "mxfp8_floor", "mxfp6_e2m3", "mxfp6_e3m2", "fp4", "fp4_pow2", "mxfp4", "nvfp4_plain", "nvfp4",
@@ -41,12 +41,12 @@ FORMATS = (
 )  # fmt: skip
 PROBED, TRUTH, JUDGED = 8, 8, 32  # batches
 TABLE = "published:b300"
-#: The recipe that is trained with, and its share of blocks at the end in BF16.
+#: NVIDIA's recipe for pretraining, and the share of blocks that it leaves in BF16 at the end.
 NVFP4, BF16_BLOCKS = "nvfp4", 0.15
 
 
 def fixed_recipes(names: Sequence[str], blocks: Mapping[str, int]) -> dict[str, dict[str, LinearPrecision]]:
-    """Recipes that measure nothing: linear -> precision."""
+    """Recipes that need no measurement: name -> linear -> precision."""
     last = max(blocks.values()) + 1
     end = last - round(BF16_BLOCKS * last)
     bf16, mxfp8, nvfp4 = (LinearPrecision.uniform(name) for name in ("bf16", "mxfp8", NVFP4))
@@ -61,7 +61,7 @@ def fixed_recipes(names: Sequence[str], blocks: Mapping[str, int]) -> dict[str, 
 
 
 def measure(study: Study, checkpoint: str, path: Path, every: int, judged: int) -> None:
-    """Both tables of a checkpoint: costs of every so many-th linear, plans judged over so many batches."""
+    """Write both tables of a checkpoint.  every: measure every n-th linear.  judged: batches that judge the plans."""
     config, parts = study.at(checkpoint)
     at, each = study.setting.checkpoints[checkpoint], config.training.global_batch_size
     shapes = shapes_of(parts)
@@ -88,8 +88,7 @@ def measure(study: Study, checkpoint: str, path: Path, every: int, judged: int) 
         saved = achieved(shapes, recipe, "time", times)
         snip = config.replace(snip_options="recipes:blackwell", gemm_times=TABLE, snip_target=saved * (1 - 1e-6)).snip
         choices = check_choices(snip, shapes)
-        quality, held = quality_loss("snip", ObjectiveInputs(shapes, choices.options, stats))
-        chosen = solve_request(snip, shapes, choices, quality, times=times, held=held).solve().choice
+        chosen = ask(snip, shapes, choices, stats, times=times)[0].solve().choice
         plan = {shape.name: choices.options[int(o)] for shape, o in zip(shapes, chosen, strict=True)}
         difference = judge.of(recipe) - judge.of(plan)
         plans[name] = {
@@ -106,14 +105,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("setting", type=Path)
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder of all settings")
     parser.add_argument("--checkpoints", default="late")
-    parser.add_argument("--every", type=int, default=4, help="costs of every so many-th linear (default: 4)")
+    parser.add_argument("--every", type=int, default=4, help="measure the costs of every n-th linear (default: 4)")
     parser.add_argument("--judged", type=int, default=JUDGED, help="batches that judge plans (default: 32)")
     own = parser.parse_args(words)
     torch.set_num_threads(1)
     folder = own.output / own.setting.stem
-    study = Study(read_setting(own.setting), folder, Worker(own.setting.stem, folder / "log.txt"))
+    study = Study(read_setting(own.setting), folder)
     for checkpoint in own.checkpoints.split(","):
-        study.train_to(checkpoint)
         measure(study, checkpoint, folder / checkpoint / "recipes.json", own.every, own.judged)
     study.close()
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.study.setting import check_fields, read_values
 from megatron_snip.arguments import parse
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import read_file
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.plan.cost import achieved
 from megatron_snip.snip.plan.options import check_choices, read_times
@@ -103,24 +102,15 @@ def _words(name: str, value: Any) -> list[str]:
 
 
 def read_schedule(path: Path) -> Schedule:
-    """Read a TOML file.  UserError naming the file if it is none, for unknown and missing names, and for arms that
-    no training takes.
+    """Read a TOML file.  Raises UserError if it is not one, for unknown and missing names, and for invalid arms.
 
-    `like`, another schedule's file beside it, gives what the file itself does not say.
+    `like` names another schedule's file in the same folder, for everything that this file does not set.
     """
-    data = read_file(path, "schedule", "give one such as examples/study/schedules/smollm2.toml")
-    try:
-        values = tomllib.loads(data.decode())
-    except ValueError as error:
-        raise UserError(f"{path}: this schedule is no TOML ({error}); mend it") from None
+    values = read_values(path, "schedule", "schedules/smollm2.toml")
     if (like := values.pop("like", None)) is not None:
         base = dataclasses.asdict(read_schedule(path.parent / like))
         values = {**base, **values, "options": {**base["options"], **values.get("options", {})}}
-    fields = dataclasses.fields(Schedule)
-    if unknown := sorted(values.keys() - {field.name for field in fields}):
-        raise UserError(f"{path}: unknown {', '.join(unknown)}; known: {', '.join(field.name for field in fields)}")
-    if missing := sorted({field.name for field in fields if field.default is dataclasses.MISSING} - values.keys()):
-        raise UserError(f"{path}: {', '.join(missing)} missing; add it")
+    check_fields(path, values, Schedule)
     schedule = Schedule(**{**values, "seeds": tuple(values.get("seeds", (1, 2)))})
     if schedule.model not in MODELS:
         raise UserError(f"{path}: model is {schedule.model!r}; give one of {', '.join(MODELS)}")

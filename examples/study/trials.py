@@ -1,4 +1,4 @@
-"""What trials are worth: measured increase of the applied plan, of today's plain plan, of rules, and of an oracle.
+"""What trials are worth: the measured loss of the applied plan, beside the solver's own, rules, and an oracle.
 
     python -m examples.study.trials examples/study/settings/NAME.toml --checkpoints late,middle,early
 
@@ -9,13 +9,13 @@ increase of the loss over BF16 in nats a token and its standard error over held-
     applied     what a run applies: `Trials` with --snip-trials passes over the tokens after the probe's
     lowest      FP4 everywhere
     layer_id, layer_type, random_0 ... random_2
-    oracle      a local search by measured loss from the better of plain and applied, of at most ROUNDS rounds: the
-                linears nearest to changing, by predicted cost a FLOP, are flipped one at a time, then the swaps that
-                promise most are run, until one lowers the loss
+    oracle      a local search by measured loss, from the better of plain and applied, in at most ROUNDS rounds: each
+                flips the linears nearest to changing (by predicted cost per FLOP) one at a time, and then runs the
+                swaps that promise most until one lowers the loss
 
-The oracle searches on text of its own, half as much as a trial's, and all arms are judged on a third text.  So it can
-end above a plan that it started from.  Only fprop changes a loss without a step: by GEMM, dgrad and wgrad take their
-share first, and the oracle chooses among fprops.
+The oracle searches on text of its own, half as much as a trial's, and a third text judges all arms, so it can end above
+the plan that it started from.  Without an update, only fprop changes the loss: in plans by GEMM, dgrad and wgrad take
+their share first, and the oracle chooses among fprops.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from examples.study.pieces import Piece, Worker, write_json
 from examples.study.plans import Precisions, plan_by, probe, shapes_of
 from examples.study.planted import linears_of
 from examples.study.setting import read_setting
 from examples.study.study import Study
 from examples.study.truth import BF16, Sequences, batches, losses_of, precisions
 from megatron_snip.config import Config
+from megatron_snip.files.json import write_json
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.plan.options import check_choices, solve_request
+from megatron_snip.snip.plan.options import check_choices
 from megatron_snip.snip.plan.pending import Pending
+from megatron_snip.snip.planner import ask, pending_of
 from megatron_snip.snip.predict.divergence import Predictions, loss_divergence
-from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 from megatron_snip.snip.trial import Proposals, Trials, first_plans, try_plan
 from megatron_snip.train.setup import Parts
 
@@ -52,7 +53,7 @@ NEAREST, PAIRS, ROUNDS = 10, 12, 3  # rows that the oracle flips each way; pairs
 
 
 class Losses:
-    """Losses of fprop choices over some batches, each measured once."""
+    """Losses of plans over some batches.  Plans with the same formats in fprop are measured once."""
 
     def __init__(self, parts: Parts, over: Sequence[Any]) -> None:
         self.parts, self.over, self.known = parts, over, {}
@@ -63,26 +64,27 @@ class Losses:
             return losses_of(self.parts, self.over)
 
     def of(self, plan: Mapping[str, LinearPrecision]) -> np.ndarray:
-        """[B] above BF16."""
+        """The increase above BF16 by batch [B], in nats per token."""
         key = tuple(precision.fprop for precision in plan.values())
         if key not in self.known:
             self.known[key] = self._of(plan) - self.bf16
         return self.known[key]
 
     def mean(self, plan: Mapping[str, LinearPrecision]) -> float:
-        """Mean above BF16 in nats a token."""
+        """The mean increase above BF16."""
         return float(self.of(plan).mean())
 
     def judged(self, plan: Mapping[str, LinearPrecision]) -> dict[str, float]:
-        """Mean and its standard error over batches."""
+        """The mean increase, and its standard error over batches."""
         values = self.of(plan)
         return {"increase": float(values.mean()), "error": float(values.std(ddof=1) / len(values) ** 0.5)}
 
 
 def searched(start: Precisions, cost: np.ndarray, weight: np.ndarray, need: float, losses: Losses) -> Precisions:
-    """A local search from a plan: swaps of linears with FP4's fprop that keep its share of FLOPs (weight [L]) at need.
+    """Search from a plan by swapping linears whose fprop is in FP4, while FP4 keeps the share ``need`` of the FLOPs.
 
-    cost [L]: predicted cost of FP4's fprop beyond FP8's, which chooses the rows that are flipped.
+    weight [L]: each linear's share of the FLOPs.  cost [L]: predicted cost of FP4 beyond FP8's; it selects the linears
+    that are flipped.
     """
     names = list(start)
 
@@ -128,7 +130,7 @@ def searched(start: Precisions, cost: np.ndarray, weight: np.ndarray, need: floa
 
 
 class Cell:
-    """A checkpoint: probed once, then planned at each granularity and target."""
+    """A checkpoint, which is probed once and then planned for each granularity and target."""
 
     def __init__(self, study: Study, checkpoint: str) -> None:
         self.config, self.parts = study.at(checkpoint)
@@ -146,7 +148,7 @@ class Cell:
 
     @staticmethod
     def _together(found: Sequence[Sequences]) -> Sequences:
-        """Batches as microbatches of one."""
+        """The batches as microbatches of one batch."""
         return Sequences(
             *(torch.cat([getattr(one, name) for one in found]) for name in ("tokens", "labels", "sample_index"))
         )
@@ -154,17 +156,15 @@ class Cell:
     def plan(self, config: Config, objective: str, seed: int = 0) -> tuple[Precisions, Pending, Any]:
         """The plan of an objective."""
         choices = check_choices(config.snip, self.shapes)
-        quality, held = quality_loss(objective, ObjectiveInputs(self.shapes, choices.options, self.stats, seed=seed))
-        request = solve_request(config.snip, self.shapes, choices, quality, held=held)
-        asked = objective, request, choices.measure
-        pending = Pending(self.iteration, self.iteration, tuple(map(str, choices.options)), *asked)
+        request, _ = ask(config.snip, self.shapes, choices, self.stats, objective=objective, seed=seed)
+        pending = pending_of(config.snip, choices, request, self.iteration)
         plan = pending.plan_of(request.solve(), self.shapes, "nominal")
         return plan.linears, pending, plan
 
     def applied(self, pending: Pending, plan: Any) -> dict[str, Any]:
-        """What a run applies, with what was tried."""
+        """What a run applies, and what it tried."""
         plan_of = partial(pending.plan_of, shapes=self.shapes, hardware="nominal")
-        arguments = plan, pending.request, self.shapes, pending.precisions, plan_of, None, 0
+        arguments = plan, pending.request, self.shapes, pending.precisions, plan_of, None
         trials = Trials(
             self.parts.stepper.trial_runner(self.tried, self.iteration), linears_of(self.parts), self.parts.mesh,
             torch.device("cpu"),
@@ -176,7 +176,7 @@ class Cell:
                 "tried": [one.to_dict() for one in tried]}  # fmt: skip
 
     def measure(self, granularity: str, target: float, path: Path) -> None:
-        """All arms of a granularity and target."""
+        """Measure all arms of a granularity and target, and write them."""
         config = self.config.replace(snip_granularity=granularity, snip_target=target)
         plain, pending, plan = self.plan(config, "snip")
         applied = self.applied(pending, plan)
@@ -216,15 +216,16 @@ def main(words: Sequence[str] | None = None) -> None:
     own = parser.parse_args(words)
     torch.set_num_threads(1)
     folder = own.output / own.setting.stem
-    worker = Worker(own.setting.stem, folder / "log.txt")
-    study = Study(read_setting(own.setting), folder, worker)
+    study = Study(read_setting(own.setting), folder)
     for checkpoint in own.checkpoints.split(","):
-        study.train_to(checkpoint)
-        keys = [(granularity, target) for target in TARGETS for granularity in own.granularities.split(",")]
-        paths = {(g, t): folder / checkpoint / "trials" / f"{g}-{t:g}.json" for g, t in keys}
-        if not all(path.is_file() for path in paths.values()):
-            cell = Cell(study, checkpoint)
-            worker.work([Piece("trials", path, partial(cell.measure, *key)) for key, path in paths.items()])
+        cell = None
+        for target, granularity in product(TARGETS, own.granularities.split(",")):
+            path = folder / checkpoint / "trials" / f"{granularity}-{target:g}.json"
+            if path.is_file():  # measured by an earlier run of this command
+                continue
+            cell = cell or Cell(study, checkpoint)
+            cell.measure(granularity, target, path)
+            print(path, flush=True)
     study.close()
 
 

@@ -1,4 +1,4 @@
-"""The truth that predictions of loss face, by brute force: losses with changed outputs."""
+"""The truth behind predictions of the loss, by brute force: losses with changed outputs of linears."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def batches(parts: Parts, first: int, count: int, each: int) -> list[Sequences]:
 
 
 def loss_of(parts: Parts, over: Sequence[Any]) -> float:
-    """Mean loss in nats a token with the precisions that are set."""
+    """Mean loss in nats per token, in the precisions that are set."""
     return float(np.mean(losses_of(parts, over)))
 
 
 def losses_of(parts: Parts, over: Sequence[Any]) -> np.ndarray:
-    """Loss of each batch [B] in nats a token."""
+    """Loss of each batch [B] in nats per token."""
     return np.array([parts.stepper.evaluate(batch, 1) for batch in over])
 
 
 @contextmanager
 def precisions(parts: Parts, chosen: Mapping[str, LinearPrecision]) -> Iterator[None]:
-    """Inside, linears have these precisions."""
+    """Give linears these precisions within the block."""
     before = {name: linear.precision for name, linear in linears_of(parts).items()}
     for name, precision in chosen.items():
         linears_of(parts)[name].precision = precision
@@ -69,7 +69,7 @@ def precisions(parts: Parts, chosen: Mapping[str, LinearPrecision]) -> Iterator[
 
 @contextmanager
 def shifted(linear: Any, fmt: str, sign: float) -> Iterator[None]:
-    """Inside, the linear gives Y + sign * dY with dY = Q(X) Q(W)^T - X W^T."""
+    """Within the block, let a linear return Y + sign * dY, where dY = Q(X) Q(W)^T - X W^T."""
 
     def shift(x: Tensor, y: Tensor) -> Tensor:
         flat, w = x.flatten(0, 1), linear.weight
@@ -98,7 +98,7 @@ def shifted(linear: Any, fmt: str, sign: float) -> Iterator[None]:
 
 @contextmanager
 def streams_kept(parts: Parts, streams: dict[int, list[Tensor]]) -> Iterator[None]:
-    """Inside, the residual stream that each block reads is kept, one entry an evaluated batch."""
+    """Within the block, keep the residual stream that each block reads, one entry per evaluated batch."""
     (stage,) = parts.stages.values()
 
     def keep(index: int) -> Any:
@@ -114,7 +114,7 @@ def streams_kept(parts: Parts, streams: dict[int, list[Tensor]]) -> Iterator[Non
 
 @contextmanager
 def begun_at(parts: Parts, index: int, streams: Mapping[int, Sequence[Tensor]]) -> Iterator[None]:
-    """Inside, blocks before ``index`` do nothing, and it reads what was kept: the same bits, in less time."""
+    """Within the block, skip the blocks before ``index``, which reads what was kept: the same bits in less time."""
     (stage,) = parts.stages.values()
     coming, earlier = iter(streams[index]), [block for i, block in stage.blocks().items() if i < index]
     hook = stage.blocks()[index].register_forward_pre_hook(lambda block, args: (next(coming), *args[1:]))
@@ -129,7 +129,7 @@ def begun_at(parts: Parts, index: int, streams: Mapping[int, Sequence[Tensor]]) 
 
 
 def even_truth(parts: Parts, over: Sequence[Any], fmt: str, names: Sequence[str]) -> np.ndarray:
-    """[L(+dY) + L(-dY)]/2 - L0 of each linear, nats, over batches that gave no statistics: [L]."""
+    """[L(+dY) + L(-dY)]/2 - L0 of each linear [L], in nats, over batches that no probe has read."""
     streams: dict[int, list[Tensor]] = {}
     with streams_kept(parts, streams):
         base = loss_of(parts, over)

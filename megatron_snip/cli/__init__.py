@@ -1,1 +1,1 @@
-"""The commands of `megatron-snip`; the scripts in tools/ run the same ones from a checkout."""
+"""The commands of `megatron-snip`."""

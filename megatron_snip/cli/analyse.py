@@ -26,7 +26,6 @@ format.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import sys
@@ -43,13 +42,14 @@ from megatron_snip import runtime
 from megatron_snip.cli import collect_stats, parsers, preprocess_data
 from megatron_snip.cli.collect_stats import Batches
 from megatron_snip.cli.shares import ABOUT, Planned, plan_and_try, shown
+from megatron_snip.cli.tables import aligned
 from megatron_snip.cli.trials import make_trials, trial_samples
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from megatron_snip.data.tokenizer import build_tokenizer
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output, one_line, read_file
-from megatron_snip.files.json import write_atomic
+from megatron_snip.files.json import write_atomic, write_json
 from megatron_snip.formats import get_format
 from megatron_snip.interop.huggingface import is_hf_folder
 from megatron_snip.quant import LinearPrecision
@@ -95,7 +95,7 @@ class Sensitivity:
         return dict(zip(self.names, self.mean[:, list(self.formats).index(fmt)].tolist(), strict=True))
 
     def rows(self, names: Sequence[str]) -> list[list[str]]:
-        """A row of text for each of some linears."""
+        """A row of text per linear."""
         index = {name: i for i, name in enumerate(self.names)}
         return [
             [name, *(shown(self.mean[index[name], f], self.error[index[name], f]) for f in range(len(self.formats)))]
@@ -103,7 +103,7 @@ class Sensitivity:
         ]
 
     def to_dict(self) -> dict[str, dict[str, dict[str, float | None]]]:
-        """Linear -> format -> mean and standard error, each None if it is not finite, for which JSON has no word."""
+        """Linear -> format -> mean and standard error; None for a number that is not finite, which JSON lacks."""
 
         def figure(value: float) -> float | None:
             return float(value) if math.isfinite(value) else None
@@ -117,21 +117,15 @@ class Sensitivity:
         }
 
 
-def text_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in [heads, *rows])
-
-
 def indexed(data: Path) -> str | None:
-    """The prefix of an indexed dataset that --data names, by it or by one of its files; None for text."""
+    """The prefix of the indexed dataset that --data names, by its prefix or one of its files; None for text."""
     if data.with_suffix(".idx").is_file() and data.suffix in ("", ".bin", ".idx"):
         return str(data.with_suffix("")) if data.suffix else str(data)
     return str(data) if Path(f"{data}.idx").is_file() else None
 
 
 def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
-    """The prefix of an indexed dataset with the tokens of --data, made in a folder where it is text."""
+    """The prefix of an indexed dataset with the tokens of --data.  If --data is text, it is made in a folder."""
     if (there := indexed(data)) is not None:
         return there
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,9 +145,9 @@ def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
 
 
 def warn_of_repeats(prefix: str, own: argparse.Namespace, tried: int) -> None:
-    """Batches that see the same text again vary less than others: their standard errors would be too small.
+    """Warn if text repeats: batches of the same text vary less, so their standard errors are too small.
 
-    tried: tokens of the trials, which are to be others than the probe's.
+    tried: number of tokens for the trials, which should differ from the probe's.
     """
     there, taken = IndexedDataset(prefix).num_tokens, own.batches * own.batch_size * own.seq_length
     more = f" and trials of {tried:,}" if tried else ""
@@ -167,7 +161,7 @@ def warn_of_repeats(prefix: str, own: argparse.Namespace, tried: int) -> None:
 
 
 def on_rank_0(make: Callable[[], str]) -> str:
-    """What rank 0 makes, on every rank; its error too."""
+    """Call ``make`` on rank 0 and return its result on every rank.  Raises its error on every rank, too."""
     answer = ["", ""]
     if runtime.environment_rank() == 0:
         try:
@@ -181,12 +175,12 @@ def on_rank_0(make: Callable[[], str]) -> str:
 
 
 def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, Start]:
-    """The trainer's options for a probe of the model on the data."""
+    """The trainer's options to probe the model on the data."""
     probed = own.batches * own.batch_size * own.seq_length
     words = ["--load", own.model, "--bf16", "--snip-trials", "10", "--snip-trial-tokens", str(max(1, probed)), *rest]
     try:
         given, _ = with_saved_options(words, ("model", "data"))
-    except UserError as error:  # the caller has given a folder, and no --load
+    except UserError as error:  # the user gave a folder, not --load
         raise UserError(str(error).removeprefix("--load ")) from None
     p = given.parallel
     runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
@@ -213,7 +207,7 @@ def options_of(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, St
 
 
 def weights_of(start: Start) -> Start:
-    """The checkpoint's weights alone: the data is not that of its run, nor where in it the run was."""
+    """A start with only the checkpoint's weights, since the data is not that of its run."""
     if start.state is None:
         return start
     fresh = {"weights_alone": True, "optimizer_steps": 0, "consumed_samples": 0}
@@ -221,7 +215,7 @@ def weights_of(start: Start) -> Start:
 
 
 def measure(config: Config, parts: Parts, batch: Batches, iteration: int, batches: int) -> list[Statistics]:
-    """Statistics of each batch; every rank calls it.  It may raise ProbeFailed, on every rank."""
+    """Statistics of each batch.  Every rank must call it.  May raise ProbeFailed, on every rank."""
     assert parts.coordinator is not None
     probe, found, begin = parts.coordinator.probe, [], time.perf_counter()
     microbatches = config.training.global_batch_size // (config.training.micro_batch_size * parts.mesh.dp.size)
@@ -245,7 +239,7 @@ def measure(config: Config, parts: Parts, batch: Batches, iteration: int, batche
 
 
 def check_shares(config: Config, shares: Sequence[float]) -> None:
-    """UserError for a share that no plan can have, before hours of probing."""
+    """Raise UserError for a share that no plan can reach, before hours of probing."""
     shapes = snip_shapes(config)
     for share in shares:
         try:
@@ -255,14 +249,14 @@ def check_shares(config: Config, shares: Sequence[float]) -> None:
 
 
 def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensitivity, planned: Planned) -> str:
-    """Everything that --output gets; returns what the terminal shows."""
+    """Write all files to --output.  Returns the text for the terminal."""
     coarsest, plans = found.formats[-1], planned.plans
     worst = sorted(found.column(coarsest).items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
     heads = ["linear", *(f"{fmt} (nats)" for fmt in found.formats)]
     totals = ["all linears", *(f"{found.mean[:, f].sum():.2e}" for f in range(len(found.formats)))]
     plan_heads, plan_rows = planned.table()
     stats.save(output / "stats.json")
-    write_atomic(output / "sensitivity.json", json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
+    write_json(output / "sensitivity.json", found.to_dict())
     for name, plan in plans.items():
         plan.save(output / f"{name}.json")
     facts = [
@@ -284,7 +278,7 @@ def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensi
     notes = [f"statistics not finite: {', '.join(stats.not_finite)}"] if stats.not_finite else []
     write_atomic(output / "report.html", page(f"Low precision in {own.model}", own.model, facts, notes, sections))
     rows = [totals, *found.rows([name for name, _ in worst[:MOST_SHOWN]])]
-    parts = [text_table(heads, rows), text_table(plan_heads, plan_rows), *(s.text for s in planned.curve())]
+    parts = [aligned([heads, *rows]), aligned([plan_heads, *plan_rows]), *(s.text for s in planned.curve())]
     if plans:
         parts.append(
             f"next: train with --precision plan --precision-plan {output}/{next(iter(plans))}.json, or "
@@ -293,13 +287,8 @@ def write(output: Path, own: argparse.Namespace, stats: Statistics, found: Sensi
     return "\n\n".join([*parts, f"{output}/report.html"])
 
 
-def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """This tool's options, and the trainer's."""
-    return parsers.analyse().parse_known_args(arguments)
-
-
 def read_shares(own: argparse.Namespace) -> list[float]:
-    """--shares; UserError for what are none, and for too few batches."""
+    """Read --shares.  Raises UserError for anything but shares, and for too few batches."""
     words = parsers.SHARES if own.shares is None else own.shares
     try:
         shares = [float(word) for word in words.split(",")]
@@ -311,8 +300,8 @@ def read_shares(own: argparse.Namespace) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; UserError for bad input."""
-    own, rest = parse_own(arguments)
+    """Command line.  Raises UserError for bad input."""
+    own, rest = parsers.analyse().parse_known_args(arguments)
     shares = read_shares(own)
     output = Path(own.output)
     check_output("--output", output / "report.html")

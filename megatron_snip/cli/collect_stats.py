@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 from torch import nn
 
@@ -33,7 +33,7 @@ from megatron_snip.interop.huggingface import check_model
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.options import read_times
-from megatron_snip.snip.planner import Planner
+from megatron_snip.snip.planner import ask
 from megatron_snip.snip.predict.sampling import LEAST_TOKENS, batches_of, suffices
 from megatron_snip.train.health.memory import TRAINING, WEIGHTS, warn_about_memory
 from megatron_snip.train.run.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
@@ -43,12 +43,8 @@ from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaul
 LOGGER = logging.getLogger("megatron_snip")
 
 
-class Batches(Protocol):
-    """The coming batches of a checkpoint."""
-
-    def __call__(self, ahead: int, samples: int | None = None) -> Batch:
-        """The batch ``ahead`` after the coming one, or this many samples from there on."""
-        ...
+#: (ahead, samples=None) -> the batch that is ``ahead`` after a checkpoint's next one, or this many samples from there.
+Batches = Callable[..., Batch]
 
 
 def probe_config(config: Config, iteration: int, batches: int) -> Config:
@@ -116,11 +112,11 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
     parts, batch, iteration = prepare(config, start, batches)
     assert parts.coordinator is not None
     begin, run_pass = time.perf_counter(), parts.stepper.pass_runner(batch(0), iteration, batch)
-    probe, made = parts.coordinator.probe, (parts.coordinator.shapes, parts.coordinator.choices)
+    probe, of = parts.coordinator.probe, (config.snip, parts.coordinator.shapes, parts.coordinator.choices)
 
-    def enough(stats: Statistics, tokens: int) -> bool:
-        planner = Planner(config, stats, *made, read_times(config.snip))
-        return tokens >= LEAST_TOKENS and suffices(stats, made[1].options, planner.request("snip"))
+    def enough(stats: Statistics, tokens: int) -> bool:  # for the target of ``config``: the run itself plans nothing
+        request, _ = ask(*of, stats, times=read_times(config.snip), objective="snip")
+        return tokens >= LEAST_TOKENS and suffices(stats, of[2].options, request)
 
     auto = config.snip.snip_probe_tokens == "auto"
     try:

@@ -11,7 +11,6 @@ AutoModelForCausalLM.from_pretrained.  Import holds one tensor in memory at a ti
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import shutil
@@ -36,7 +35,7 @@ from megatron_snip.cli import parsers
 from megatron_snip.config import CheckpointConfig, Config
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output, toml_value
-from megatron_snip.files.json import write_atomic
+from megatron_snip.files.json import write_atomic, write_json
 from megatron_snip.interop.huggingface import (
     check_weights,
     hf_config,
@@ -45,7 +44,7 @@ from megatron_snip.interop.huggingface import (
     model_options,
 )
 from megatron_snip.interop.sentencepiece_json import tokenizer_files
-from megatron_snip.interop.tokenizer_files import TOKENIZER, copy_tokenizer, read_files, write_files
+from megatron_snip.interop.tokenizer_files import PLAN, TOKENIZER, copy_tokenizer, read_files, write_files
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
@@ -55,7 +54,7 @@ from megatron_snip.quant.adamw.expansion import LOW
 from megatron_snip.train.run.run_folder import find_checkpoint, saved_options
 from megatron_snip.train.run.state_file import new_state, read_state
 
-PLAN, INDEX = "precision_plan.json", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 #: Prefix of a weight's name in our checkpoints.
 OURS = "model."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -313,11 +312,6 @@ def _training(config: Config, state: Mapping[str, Any], plan: Mapping[str, Any] 
         "layout": f"tp {p.tensor_model_parallel_size}, pp {p.pipeline_model_parallel_size}",
         "run": f"{state['run_id']}",
     }
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Indented JSON."""
-    write_atomic(path, json.dumps(value, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -35,6 +35,7 @@ from megatron_snip.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output, one_line
 from megatron_snip.interop.huggingface import check_model, is_hf_folder
+from megatron_snip.interop.tokenizer_files import PLAN
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import LinearPrecision, check_linear
@@ -57,8 +58,6 @@ from megatron_snip.train.setup import agree_on, check, mesh_of, with_defaults
 LOGGER = logging.getLogger("megatron_snip")
 #: Kinds of requests that we can score.
 SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
-#: Name of the plan file in an exported model's folder.
-HF_PLAN = "precision_plan.json"
 
 
 def load_tasks(words: str, include_path: str | None) -> tuple[Any, list[str]]:
@@ -107,9 +106,9 @@ def plan_of(word: str | None, config: Config, start: Start) -> tuple[Config, Pla
     if word != "own":
         return config, Plan.load(word)
     if start.state is None:
-        path = Path(str(start.load)) / HF_PLAN
+        path = Path(str(start.load)) / PLAN
         if not path.is_file():
-            raise UserError(f"--plan own: {start.load} has no {HF_PLAN}; give --plan FILE, or drop it")
+            raise UserError(f"--plan own: {start.load} has no {PLAN}; give --plan FILE, or drop it")
         return config, Plan.load(path)
     if start.state["snip"] and (saved := start.state["snip"]["plan"]) is not None:
         return config, Plan.from_dict(saved, f"plan of {start.load}")
@@ -255,12 +254,6 @@ def known(path: Path, iteration: int, model: str) -> Evaluation:
     return dataclasses.replace(found, model=model)
 
 
-def table(iteration: int, precision: str, scores: Mapping[str, Scores]) -> str:
-    """The scores as a table for the terminal."""
-    heads, rows = score_rows([Evaluation(iteration, {precision: dict(scores)})])
-    return aligned([heads, *rows])
-
-
 def track(run_dir: Path, start: Start, row: Mapping[str, Any]) -> None:
     """Add the scores to the report, wandb and TensorBoard.  Errors only warn, as the file of scores is written."""
     assert start.state is not None
@@ -288,11 +281,6 @@ def tracked(state: Mapping[str, Any]) -> Config:
     return config
 
 
-def parse_own(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Split the arguments into this command's options and the trainer's."""
-    return parsers.evaluate().parse_known_args(arguments)
-
-
 def check_own(own: argparse.Namespace) -> None:
     """Raise UserError for a number out of range."""
     for name, least in (("num_fewshot", 0), ("limit", 1), ("batch_size", 1), ("max_length", 2), ("bootstrap", 0)):
@@ -311,7 +299,7 @@ def bos_of(own: argparse.Namespace, tokenizer: Tokenizer, *, hf: bool) -> int | 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line.  Raises UserError for bad input."""
-    own, rest = parse_own(arguments)
+    own, rest = parsers.evaluate().parse_known_args(arguments)
     check_own(own)
     config, start, length = options_of(own, rest)
     run_dir = None if own.output else run_folder_of(start)
@@ -339,7 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if here.rank == 0:
         precision = f"plan {plan.hash}" if plan else config.precision.precision
         # printed first, in case something fails below
-        print(f"{table(start.iteration, precision, scores)}\n\n{path}", flush=True)
+        heads, rows = score_rows([Evaluation(start.iteration, {precision: scores})])
+        print(f"{aligned([heads, *rows])}\n\n{path}", flush=True)
         evaluation = before.with_scores(precision, scores)
         try:
             evaluation.save(path)

@@ -26,7 +26,6 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from megatron_snip.arguments import parse
 from megatron_snip.cli import parsers
 from megatron_snip.cli.command import reported
 from megatron_snip.errors import UserError
@@ -36,7 +35,7 @@ from megatron_snip.interop.counterparts import Request, Version
 from megatron_snip.interop.exports import BY_GEMM, TARGETS, Target
 from megatron_snip.model.spec import linear_place
 from megatron_snip.snip.plan import Plan
-from megatron_snip.train.run.run_folder import with_saved_options
+from megatron_snip.train.run.run_folder import options_of
 from megatron_snip.train.setup import snip_shapes
 
 
@@ -79,17 +78,14 @@ def check_own_casts(to: str, version: Version) -> None:
 
 def request_of(path: str, words: Sequence[str], version: Version) -> Request:
     """Read the plan and the trainer's options.  Raises UserError for a plan of another model."""
-    plan, config = Plan.load(path), parse(words)
+    plan, config = Plan.load(path), options_of(words, ("model",))
     if others := [name for name in plan.linears if linear_place(name) is None]:
         raise UserError(f"{path}: {others[0]!r} is not a linear of a Llama or Qwen3; give a plan for one of these")
-    parallel = config.parallel
-    if config.checkpoint.load:
-        config, _ = with_saved_options(words, ("model",))
     if not (config.checkpoint.load or config.model.hidden_size):
-        return Request(plan, parallel, version)
+        return Request(plan, config.parallel, version)
     shapes = snip_shapes(config)
     plan.check_names((shape.name for shape in shapes), path)
-    return Request(plan, parallel, version, shapes)
+    return Request(plan, config.parallel, version, shapes)
 
 
 @reported
@@ -105,7 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in files.items():
         path = Path(options.output) / name
         check_output("--output", path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

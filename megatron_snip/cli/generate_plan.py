@@ -1,7 +1,7 @@
 r"""Make plans from statistics: SNIP's, baselines for comparison, and a picture of the trade-off.
 
-    megatron-snip plan --stats stats.json --load runs/my/checkpoints --efficiency-saving 0.75 \
-        --options fp8,fp4 --granularity gemm --num-random 5 --random-seed 0 --output-dir plans
+    megatron-snip plan --stats stats.json --load runs/my/checkpoints --snip-target 0.75 \
+        --snip-options fp8,fp4 --snip-granularity gemm --num-random 5 --random-seed 0 --output-dir plans
 
 Writes plans for `pretrain_llama.py --precision plan --precision-plan FILE` to --output-dir: best.json (objective
 --snip-objective, by default snip), random_0.json ..., layer_id.json, layer_type.json and, if the statistics suffice,
@@ -11,8 +11,7 @@ plan's own.
 
 The statistics contain the model's shape.  If you also give it (by --load, by options, or because the statistics are in
 a run folder), it must be the same.  You set pipeline stages and SNIP's options as in training, on the command line or
-by --config FILE.  --efficiency-saving, --options and --granularity are short for --snip-target, --snip-options and
---snip-granularity.
+by --config FILE.
 
 With --try, best.json is what a run would apply: up to --snip-trials forward passes with the weights of --load compare
 the plan with others if it costs more than predicted.  They read the run's data, or that of --data-path, after the
@@ -22,8 +21,6 @@ saving: it takes the largest share that measures below NATS, and implies --try. 
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,11 +36,11 @@ from megatron_snip.cli.trials import check_trials, make_trials, trial_samples, t
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output, one_line
-from megatron_snip.files.json import write_atomic
+from megatron_snip.files.json import write_atomic, write_json
 from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.max_loss import judgement
 from megatron_snip.snip.measure.statistics import WHERE_UPDATES, Statistics
-from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
+from megatron_snip.snip.plan.options import measured_options
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.planner import BASELINES, Planner
@@ -55,7 +52,7 @@ from megatron_snip.train.pictures.figures import pareto
 from megatron_snip.train.report.headline import number
 from megatron_snip.train.report.page import Section, page
 from megatron_snip.train.report.page import table as html_table
-from megatron_snip.train.run.run_folder import Start, saved_options, with_saved_options
+from megatron_snip.train.run.run_folder import Start, options_of, saved_options, with_saved_options
 from megatron_snip.train.run.state_file import read_run_file
 from megatron_snip.train.setup import snip_shapes
 from megatron_snip.train.validate import check_ranges
@@ -65,19 +62,15 @@ WHAT_QUALITY_IS = (
     "Quality loss is the number that a plan minimises. Under the objective snip it is the predicted rise of the loss "
     "beyond that of the base option (fp8, or else the first), divided by the loss."
 )
-_SHORT = {"efficiency_saving": "snip_target", "options": "snip_options", "granularity": "snip_granularity"}
 
 
 def read_config(words: Sequence[str], stats: Path) -> Config:
     """Parse the options; the model comes from --load, or from the run folder of the statistics."""
-    config, run = parse(words), stats.parent.parent / "config.json"
-    if config.checkpoint.load:
-        config, _ = with_saved_options(words, ("model",))
-    elif stats.parent.name == "stats" and run.is_file():
-        _, of_run, _ = read_run_file(run, "give the model's shape by --load or --config")
-        saved = saved_options({"config": of_run.to_dict()}, ("model",))
-        config = parse(words, saved)
-    return config
+    config, run = options_of(words, ("model",)), stats.parent.parent / "config.json"
+    if config.checkpoint.load or stats.parent.name != "stats" or not run.is_file():
+        return config
+    _, of_run, _ = read_run_file(run, "give the model's shape by --load or --config")
+    return parse(words, saved_options({"config": of_run.to_dict()}, ("model",)))
 
 
 def read_run(words: Sequence[str], trying: bool) -> tuple[Config, Start] | None:
@@ -106,7 +99,7 @@ def make_planner(config: Config, path: Path) -> Planner:
         )
     check_ranges(config, "snip")
     config = config.replace(snip_options=measured_options(config.snip.snip_options, stats.formats))
-    return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+    return Planner.of(config, stats, shapes)
 
 
 def _size(sizes: Mapping[str, tuple[int, int]], name: str) -> str:
@@ -216,7 +209,7 @@ def generate(
     for name, plan in plans.items():
         plan.save(output_dir / f"{name}.json")
     about = {"objective": objective, "measure": planner.choices.measure, "iteration": planner.stats.iteration}
-    write_atomic(output_dir / "pareto.json", json.dumps({**about, "plans": rows, "frontier": points}, indent=1) + "\n")
+    write_json(output_dir / "pareto.json", {**about, "plans": rows, "frontier": points})
     kinds: dict[str, list[tuple[float, float, str]]] = {}
     for name, row in rows.items():
         kind = kinds.setdefault(name.rstrip("0123456789").rstrip("_"), [])
@@ -254,38 +247,15 @@ def measured_section(planner: Planner, tried: Sequence[Tried], said: str) -> Sec
     return Section("Measured", f"{said}. {where_it_breaks(points)}", [figure])
 
 
-def given_twice(own: argparse.Namespace, words: Sequence[str]) -> str | None:
-    """The error if an option has both its short and its full name on the command line; None if none has."""
-    given = {word.partition("=")[0].replace("_", "-") for word in words}
-    for short, name in ((f"--{a}".replace("_", "-"), f"--{b}".replace("_", "-")) for a, b in _SHORT.items()):
-        if getattr(own, short[2:].replace("-", "_")) is not None and name in given:
-            return f"{short} and {name} are the same option; drop one"
-    return None
-
-
-def in_own_words(message: str, own: argparse.Namespace) -> str:
-    """An error message with the short names of options where you gave these."""
-    for short, name in _SHORT.items():
-        if getattr(own, short) is not None:
-            message = message.replace(f"--{name.replace('_', '-')}", f"--{short.replace('_', '-')}")
-    return message
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line.  Raises UserError for bad input."""
     own, rest = parsers.plan().parse_known_args(arguments)
-    if twice := given_twice(own, rest):
-        raise UserError(twice)
+    stats = Path(own.stats)
     try:
-        given = {name: getattr(own, short) for short, name in _SHORT.items() if getattr(own, short) is not None}
-        stats = Path(own.stats)
-        if own.efficiency_saving is not None:  # so that it replaces a --snip-max-loss of --config
-            rest = [*rest, f"--snip-target={own.efficiency_saving}"]
         config, start = read_run(rest, own.trying) or (read_config(rest, stats), None)
-        config = config.replace(**given)
         text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed, start)
-    except (UserError, OSError) as error:
-        raise UserError(in_own_words(one_line(error), own)) from error
+    except OSError as error:
+        raise UserError(one_line(error)) from error
     if runtime.environment_rank() == 0:
         print(f"{text}\nwrote plans and pareto.html to {own.output_dir}")
     if start is not None:

@@ -40,11 +40,6 @@ def plan() -> Parser:
     parser.add_argument(
         "--stats", required=True, type=path_word, help="statistics of `megatron-snip probe` or of a run"
     )
-    parser.add_argument(
-        "--efficiency-saving", type=float, help="share of the linears' FLOPs in FP4 (default: --snip-target)"
-    )
-    parser.add_argument("--options", help="comma-separated precisions that a linear may take (default: --snip-options)")
-    parser.add_argument("--granularity", help="linear, gemm or fused (default: --snip-granularity)")
     parser.add_argument("--try", dest="trying", action="store_true", help="run a trial with the weights of --load")
     parser.add_argument("--num-random", type=int, default=5, help="number of random plans (default: 5)")
     parser.add_argument("--random-seed", type=int, default=0, help="seed of the first random plan (default: 0)")

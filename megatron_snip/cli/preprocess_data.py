@@ -233,15 +233,12 @@ def preprocess(job: Job, paths: Sequence[str], output_prefix: str, workers: int,
             progress.advance(encoded.input_bytes, len(encoded.lengths[job.keys[0]]))
         tokens = {key: builder.num_tokens for key, builder in builders.items()}
         if not any(tokens.values()):
-            raise UserError(f"--input {' '.join(paths)} holds no text{_in_the_sample(job)}; wrote nothing")
+            sample = "" if job.sample_fraction == 1 else f" in its sample of {job.sample_fraction:g}"
+            raise UserError(f"--input {' '.join(paths)} holds no text{sample}; wrote nothing")
         all_builders.finalize(progress.at)
     for prefix, count in zip(prefixes, tokens.values()):
         print(f"{prefix}: {progress.at['documents']:,} documents, {count:,} tokens, {dtype.name}")
     print(progress.summary())
-
-
-def _in_the_sample(job: Job) -> str:
-    return "" if job.sample_fraction == 1 else f" in its sample of {job.sample_fraction:g}"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -9,7 +9,7 @@ rank multiplies) and --linear-impl.
 
 Convention: a GEMM's time includes fprop's cast of the input and the casts of grad_output.  It leaves out the
 weight's casts, which are kept from one optimiser step to the next, and the input's cast for wgrad, which forward
-makes from the same read.  Medians, formats taking turns; snip/plan/cost.py explains the file's unit.
+makes from the same read.  Formats take turns, and times are medians; snip/plan/cost.py explains the file's unit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Seconds = dict[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank multiplies of a linear [out_features, in_features]; count: linears like it in the model."""
+    """One rank's shard [n, k] of a linear [out_features, in_features].  count: such linears in the model."""
 
     out_features: int
     in_features: int
@@ -53,12 +53,12 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The whole linear's shape, as the table has it."""
+        """The whole linear's shape, as the table names it."""
         return f"{self.out_features}x{self.in_features}"
 
 
 def shards(config: Config) -> list[Shard]:
-    """The different shards of the model's linears.  Raises UserError if the model's shape is not told."""
+    """The different shards of the model's linears.  Raises UserError if the model's shape is unknown."""
     for option in _NEEDED:
         value = getattr(config.model, option)
         if value < 1:
@@ -77,7 +77,7 @@ def shards(config: Config) -> list[Shard]:
 
 
 def case(shard: Shard, tokens: int, fmt: str, gemm: str, impl: str, device: torch.device) -> Callable[[], object]:
-    """One GEMM of a shard in a format, alone; its operands are made here."""
+    """A function that runs one GEMM of a shard in a format, on operands that are made here."""
     x, w, g = (
         torch.randn(size, device=device).bfloat16()
         for size in ((tokens, shard.k), (shard.n, shard.k), (tokens, shard.n))
@@ -96,7 +96,7 @@ def case(shard: Shard, tokens: int, fmt: str, gemm: str, impl: str, device: torc
 
 
 def once(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call."""
+    """Seconds that one call takes."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -112,7 +112,7 @@ def once(run: Callable[[], object], device: torch.device) -> float:
 def measure(
     shard: Shard, tokens: int, formats: Sequence[str], impl: str, device: torch.device, repeats: int, warmup: int
 ) -> Seconds:
-    """Median seconds by format and GEMM; a format that fails at this shape is told and left out."""
+    """Median seconds by format and GEMM.  Leaves out a format that fails at this shape, and says so."""
     found: Seconds = {}
     for gemm in GEMMS:
         cases: dict[str, Callable[[], object]] = {}
@@ -135,7 +135,7 @@ def measure(
 
 
 def table(measured: Mapping[Shard, Seconds], tokens: int) -> tuple[dict[str, dict[str, float]], dict[str, dict]]:
-    """(times, shapes) of GemmTimes: seconds per FLOP in units of BF16's mean; linears count as often as they are."""
+    """(times, shapes) of GemmTimes: seconds per FLOP in units of BF16's mean, weighted by the number of linears."""
 
     def per_flop(chosen: Sequence[Shard], fmt: str, gemms: Sequence[str]) -> float:
         seconds = sum(measured[shard][fmt, gemm] * shard.count for shard in chosen for gemm in gemms)
@@ -150,12 +150,12 @@ def table(measured: Mapping[Shard, Seconds], tokens: int) -> tuple[dict[str, dic
     names = dict.fromkeys(shard.name for shard in measured)
     times = entries(list(measured))
     shapes = {name: entries([shard for shard in measured if shard.name == name]) for name in names}
-    # A format that ran at some shapes alone has no mean over all: it is left out of them too.
+    # a format that ran only at some shapes has no mean over all, so these leave it out, too
     return times, {name: {fmt: e for fmt, e in rows.items() if fmt in times} for name, rows in shapes.items()}
 
 
 def supported(formats: Sequence[str], impl: str, device: torch.device) -> list[str]:
-    """bf16 and those of the formats that the implementation runs here; the others are told."""
+    """bf16, and the formats that the implementation runs here.  Names the others on stderr."""
     able = ["bf16"]
     for fmt in dict.fromkeys(formats):
         if fmt == "bf16":
@@ -179,7 +179,7 @@ def hardware(device: torch.device) -> str:
 
 
 def profile(config: Config, formats: Sequence[str], repeats: int, warmup: int) -> GemmTimes:
-    """The table of this machine.  Raises UserError where nothing but bf16 runs."""
+    """Measure this machine's table.  Raises UserError if nothing but bf16 runs here."""
     device = torch.device(runtime.resolve_backend(config.parallel.distributed_backend, config.parallel.device)[1])
     impl, tokens = config.precision.linear_impl, config.training.micro_batch_size * config.model.seq_length
     tokens //= config.parallel.context_parallel_size
@@ -203,7 +203,7 @@ def profile(config: Config, formats: Sequence[str], repeats: int, warmup: int) -
 
 @reported
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Command line.  Returns the exit status."""
     own, rest = parsers.profile().parse_known_args(arguments)
     if own.repeats < 1 or own.warmup < 0:
         raise UserError(f"--repeats is {own.repeats}, --warmup {own.warmup}; give 1 or more, and 0 or more")

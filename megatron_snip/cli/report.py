@@ -38,7 +38,7 @@ def report(runs: Sequence[str], compare: bool, output: str | None) -> str:
 
 @reported
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Command line.  Returns the exit status."""
     own = parsers.report().parse_intermixed_args(arguments)
     print(report(own.runs, own.compare, own.output))
     return 0

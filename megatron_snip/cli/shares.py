@@ -12,7 +12,6 @@ from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import saving
-from megatron_snip.snip.plan.options import check_choices, read_times
 from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import TrialFailed, Trials, Tried, with_record
@@ -34,8 +33,7 @@ def shown(mean: float, error: float) -> str:
 
 def planner_of(config: Config, stats: Statistics) -> Planner:
     """The planner of these statistics."""
-    shapes = snip_shapes(config, stats.shapes)
-    return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+    return Planner.of(config, stats, snip_shapes(config, stats.shapes))
 
 
 def plans_of(config: Config, stats: Statistics, shares: Sequence[float]) -> dict[str, Plan]:

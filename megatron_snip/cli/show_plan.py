@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_snip.arguments import parse
 from megatron_snip.cli import parsers
 from megatron_snip.cli.command import reported
 from megatron_snip.cli.tables import aligned
@@ -22,7 +21,7 @@ from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import KINDS
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import by_stage, saving
-from megatron_snip.train.run.run_folder import with_saved_options
+from megatron_snip.train.run.run_folder import options_of
 from megatron_snip.train.setup import snip_shapes
 
 
@@ -73,10 +72,7 @@ def overview(plan: Plan, other: Plan | None = None) -> str:
 
 def stages(plan: Plan, words: Sequence[str]) -> str:
     """A line per pipeline stage of the model in the trainer's options.  Raises UserError if the plan does not fit."""
-    config = parse(words)
-    if config.checkpoint.load:
-        config, _ = with_saved_options(words, ("model", "parallel"))
-    shapes = snip_shapes(config)
+    shapes = snip_shapes(options_of(words, ("model", "parallel")))
     plan.check_names(shape.name for shape in shapes)
     return "\n".join(
         f"stage {stage}: {share:.2%} in FP4, {taken:.3f} of the model's time in BF16 (nominal GEMM times)"

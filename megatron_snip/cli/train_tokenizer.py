@@ -54,13 +54,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", nargs="+", required=True, type=path_word, help="JSON lines files")
     parser.add_argument("--json-key", default="text", help="key of the text (default: text)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="number of pieces (default: 4096)")
-    parser.add_argument("--output-prefix", required=True, type=path_word, help="writes PREFIX.model and PREFIX.vocab")
+    parser.add_argument("--output-prefix", required=True, type=path_word, help="writes PREFIX.model")
     parser.add_argument("--max-bytes", type=int, default=200_000_000, help="most text to use, from the start")
     return parser.parse_args(argv)
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train and write both files.  Raises UserError if the input cannot be read or is too small."""
+    """Train and write the model.  Raises UserError if the input cannot be read or is too small."""
     try:
         import sentencepiece
     except ImportError as error:
@@ -93,15 +93,8 @@ def train(arguments: argparse.Namespace) -> None:
     except RuntimeError as error:
         raise UserError(f"sentencepiece: {str(error).strip().splitlines()[-1]} (--vocab-size, --input)") from error
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    vocabulary = [
-        f"{processor.id_to_piece(piece)}\t{processor.get_score(piece):g}\n" for piece in range(len(processor))
-    ]
-    with (
-        atomic_output(f"{arguments.output_prefix}.vocab") as vocab_path,
-        atomic_output(f"{arguments.output_prefix}.model") as model_path,
-    ):
-        vocab_path.write_text("".join(vocabulary), encoding="utf-8")
-        model_path.write_bytes(model.getvalue())
+    with atomic_output(f"{arguments.output_prefix}.model") as path:
+        path.write_bytes(model.getvalue())
     print(f"{arguments.output_prefix}.model: {len(processor):,} pieces")
 
 

@@ -15,7 +15,7 @@ from megatron_snip.snip.frontier import AlongFrontier, refined
 from megatron_snip.snip.max_loss import check_max_loss, judged, proposals
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.pending import Pending
-from megatron_snip.snip.planner import Planner
+from megatron_snip.snip.planner import Planner, pending_of
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import CERTAIN, Proposal, Propose, Trials, Tried, samples_of, try_plan, with_record
 from megatron_snip.train.setup import Parts
@@ -46,16 +46,14 @@ def make_trials(config: Config, parts: Parts, batch: Batches, ahead: int, iterat
 
 def asked_of(planner: Planner) -> Pending:
     """The solve that a run would start with these statistics."""
-    snip, at = planner.config.snip, planner.stats.iteration
-    options = tuple(str(option) for option in planner.choices.options)
-    request = planner.request(snip.snip_objective)
-    return Pending(at, at, options, snip.snip_objective, request, planner.choices.measure, snip.snip_max_loss)
+    snip = planner.config.snip
+    return pending_of(snip, planner.choices, planner.request(snip.snip_objective), planner.stats.iteration)
 
 
 def try_as_a_run(planner: Planner, solved: Plan, trials: Trials) -> list[Tried]:
     """Run the trial that a run would run before ``solved`` takes effect."""
     pending, passes = asked_of(planner), planner.config.snip.snip_trials
-    propose = proposals(pending, solved, planner.shapes, planner.times.hardware, None, planner.config.training.seed)
+    propose = proposals(pending, solved, planner.shapes, planner.times.hardware, None)
     judge = None if pending.max_loss is None else partial(judged, nats=pending.max_loss)
     return try_plan(trials, _told(propose, passes), passes, solved, Predictions.of(planner.stats), judge)[0]
 
@@ -92,15 +90,8 @@ def best_for(plan: Plan, planner: Planner, tried: Sequence[Tried], tokens: int) 
     if own is None:
         return plan
     enough = [one for one in tried if one.is_finite and planner.saved_by(one.plan) >= planner.saved_by(plan) - 1e-9]
-    better = [one for one in enough if not own.is_finite or _least(own) > _most(one)]
+    least = own.increase - CERTAIN * own.error
+    better = [one for one in enough if not own.is_finite or least > one.increase + CERTAIN * one.error]
     best = min(better, key=lambda one: one.increase, default=own)
     found = with_record([dataclasses.replace(one, taken=one is best and one.is_finite) for one in tried], tokens)
     return plan if found is None else dataclasses.replace(found, target=plan.target)
-
-
-def _least(one: Tried) -> float:
-    return one.increase - CERTAIN * one.error
-
-
-def _most(one: Tried) -> float:
-    return one.increase + CERTAIN * one.error

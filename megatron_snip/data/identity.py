@@ -9,7 +9,6 @@ keeps a record from being used for another dataset of the same name.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -22,8 +21,8 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import atomic_output, parse_json, read_file
-from megatron_snip.files.json import Count, Text, checked
+from megatron_snip.files.io import parse_json, read_file
+from megatron_snip.files.json import Count, Text, checked, write_json
 
 LOGGER = logging.getLogger("megatron_snip.data")
 BLOCKS = 64  # samples per .bin
@@ -80,9 +79,7 @@ def record_path(prefix: str) -> Path:
 
 def write_record(prefix: str, of: Mapping[str, Any], least: int, largest: int) -> None:
     """Write the record of the dataset with fingerprint ``of`` and ids in [least, largest]."""
-    record = {"version": 1, "least_id": least, "largest_id": largest, **of}
-    with atomic_output(record_path(prefix)) as path:
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(record_path(prefix), {"version": 1, "least_id": least, "largest_id": largest, **of})
 
 
 def recorded_ids(prefix: str, of: Mapping[str, Any]) -> tuple[int, int] | None:

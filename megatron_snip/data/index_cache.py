@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import atomic_output, parse_json, read_file
-from megatron_snip.files.json import Count, Text, checked
+from megatron_snip.files.json import Count, Text, checked, write_json
 
 LOGGER = logging.getLogger("megatron_snip.data")
 Array = npt.NDArray[Any]
@@ -82,9 +82,7 @@ def cached(
             with atomic_output(f"{stem}.{name}.npy") as path, open(path, "wb") as stream:
                 np.save(stream, array, allow_pickle=False)
         facts = {name: _facts(array) for name, array in arrays.items()}
-        record = {"description": description, "arrays": facts}
-        with atomic_output(entry) as path:
-            path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        write_json(entry, {"description": description, "arrays": facts})
     except OSError as error:
         raise UserError(
             f"--data-cache-path {folder} cannot be written ({error}); give another folder or leave it out"

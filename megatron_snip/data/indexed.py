@@ -340,7 +340,10 @@ class IndexedDatasetBuilder:
         idx_path = Path(self.prefix + ".idx")
         idx_temporary = temporary_beside(idx_path)
         try:
-            self._close_stream()
+            with about(self.prefix + ".bin"):
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+                self._stream.close()
             with open(idx_temporary, "wb") as stream:
                 stream.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._documents)))
                 stream.write(lengths.astype("<i4").tobytes())
@@ -360,12 +363,6 @@ class IndexedDatasetBuilder:
         finally:
             idx_temporary.unlink(missing_ok=True)
             self.abort()
-
-    def _close_stream(self) -> None:
-        with about(self.prefix + ".bin"):
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            self._stream.close()
 
     def abort(self) -> None:
         """Remove the output so far.  Does nothing after `finalize`."""

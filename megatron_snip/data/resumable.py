@@ -26,8 +26,8 @@ import numpy.typing as npt
 from megatron_snip.data.identity import Id
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import about, atomic_output, check_folder, parse_json, read_file, temporary_beside
-from megatron_snip.files.json import Count, Text, checked
+from megatron_snip.files.io import about, check_folder, parse_json, read_file, temporary_beside
+from megatron_snip.files.json import Count, Text, checked, write_json
 
 LOGGER = logging.getLogger("megatron_snip.data")
 VERSION = 1
@@ -188,10 +188,7 @@ class ResumableBuilders:
     def mark(self, at: Mapping[str, int]) -> None:
         """Write everything added so far to disk, with ``at``, counts that give the position to resume from."""
         state = {"identity": self._identity, "at": at, "datasets": [builder.mark() for builder in self.builders]}
-        with atomic_output(self._progress) as path, path.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(state, indent=1) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_json(self._progress, state)
 
     @property
     def marked(self) -> bool:

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, Union
 
 import numpy as np
@@ -31,20 +32,26 @@ Tokens = npt.NDArray[np.int64]
 PathLike = Union[str, "os.PathLike[str]"]
 
 
+@dataclass(frozen=True)
+class Source:
+    """Files that samples are made of.
+
+    rounds: how many epochs are shuffled together; other numbers mean another order.  sequences: the range [first, last)
+    that is used.  weight: share of a blend.
+    """
+
+    files: IndexedDataset
+    rounds: list[int]
+    sequences: tuple[int, int]
+    weight: float = 1.0
+
+
 class Dataset(Protocol):
     """Samples by number.  Reading has no side effects, so several threads may read."""
 
     @property
-    def corpora(self) -> Sequence[tuple[float, IndexedDataset]]:
-        """The files of the samples, each with its weight; empty for mock data."""
-
-    @property
-    def rounds(self) -> Sequence[list[int]]:
-        """For each corpus, how many epochs are shuffled together.  Other numbers mean another order."""
-
-    @property
-    def ranges(self) -> Sequence[tuple[int, int]]:
-        """For each corpus, the sequences [first, last) that samples are made of."""
+    def sources(self) -> Sequence[Source]:
+        """The files of the samples; empty for mock data."""
 
     def __len__(self) -> int: ...
 
@@ -104,9 +111,7 @@ class GPTDataset:
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
-        self.corpora = [(1.0, indexed)]
-        self.rounds = [shuffled_together(tokens, num_samples, seq_length)]
-        self.ranges = [split_range]
+        self.sources = [Source(indexed, shuffled_together(tokens, num_samples, seq_length), split_range)]
 
     def __len__(self) -> int:
         return len(self.sample_index) - 1
@@ -164,9 +169,7 @@ class BlendedDataset:
         arrays = cached(cache_path, description, lambda: blending_index(self.weights, size))
         self.dataset_index = arrays["dataset_index"]
         self.dataset_sample_index = arrays["dataset_sample_index"]
-        self.corpora = [(w, corpus) for w, one in zip(self.weights, datasets) for _, corpus in one.corpora]
-        self.rounds = [each for one in datasets for each in one.rounds]
-        self.ranges = [each for one in datasets for each in one.ranges]
+        self.sources = [replace(source, weight=w) for w, one in zip(self.weights, datasets) for source in one.sources]
         taken = np.bincount(self.dataset_index, minlength=len(datasets))
         for number, dataset in enumerate(datasets):
             if taken[number] > len(dataset):
@@ -204,9 +207,7 @@ class MockDataset:
         if vocab_size < 2:
             raise UserError(f"--mock-data with a vocabulary of {vocab_size}; give --vocab-size 2 or more")
         self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
-        self.corpora: list[tuple[float, IndexedDataset]] = []
-        self.rounds: list[list[int]] = []
-        self.ranges: list[tuple[int, int]] = []
+        self.sources: list[Source] = []
         self._key = np.array([seed, stream], dtype=np.uint64)
 
     def __len__(self) -> int:
@@ -235,22 +236,7 @@ class Repeated:
     """
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    @property
-    def corpora(self) -> Sequence[tuple[float, IndexedDataset]]:
-        """As in the dataset."""
-        return self.dataset.corpora
-
-    @property
-    def rounds(self) -> Sequence[list[int]]:
-        """As in the dataset."""
-        return self.dataset.rounds
-
-    @property
-    def ranges(self) -> Sequence[tuple[int, int]]:
-        """As in the dataset."""
-        return self.dataset.ranges
+        self.dataset, self.sources = dataset, dataset.sources
 
     def __len__(self) -> int:
         return sys.maxsize

@@ -7,7 +7,8 @@ BOS or EOS, and the end of a document (EOD) is the model's EOS.  One difference:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,7 +80,33 @@ class SentencePieceTokenizer:
         return text
 
 
-class TokenizerJson:
+class _HuggingFace:
+    """Text to ids and back, and BOS, for both libraries that read Hugging Face's tokenizers."""
+
+    def __init__(self, tokenizer: Any, path: Path) -> None:
+        self._tokenizer, self._path = tokenizer, path
+        plain, special = self.encode("a"), self._encode("a", special=True)
+        begins = len(special) > len(plain) and special[1 : 1 + len(plain)] == plain
+        self.bos: int | None = special[0] if begins else None
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        raise NotImplementedError
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        with _one_line_errors(f"--tokenizer-model {self._path} cannot encode {text[:40]!r}", "give another"):
+            return self._ids(text, special=special)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens.  Raises UserError if the tokenizer's own rules fail."""
+        return self._encode(text, special=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+        return text
+
+
+class TokenizerJson(_HuggingFace):
     """A Hugging Face tokenizer.json, through the light `tokenizers` library.
 
     EOS comes from the tokenizer_config.json or special_tokens_map.json in the same folder, else from its usual names.
@@ -93,11 +120,10 @@ class TokenizerJson:
             raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from error
         data = read_file(path, "tokenizer", "give another --tokenizer-model", most=MOST_BYTES)
         with _one_line_errors(f"--tokenizer-model {path} is not a tokenizer.json", "give another"):
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        self._path = path
-        self._tokenizer.no_truncation()  # the file may enable both, which would cut or pad documents
-        self._tokenizer.no_padding()
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+            tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        tokenizer.no_truncation()  # the file may enable both, which would cut or pad documents
+        tokenizer.no_padding()
+        vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = _size_of(vocabulary, path)
         named = _configured_eos(path.parent)
         candidates = [eos for eos in ((named,) if named else KNOWN_EOS) if eos in vocabulary]
@@ -107,38 +133,24 @@ class TokenizerJson:
                 'name it as "eos_token" in a tokenizer_config.json beside it'
             )
         self.eod = vocabulary[candidates[0]]
-        self.bos = _first(self._ids)
+        super().__init__(tokenizer, path)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens.  Raises UserError if the tokenizer's own rules fail."""
-        return self._ids(False, text)
-
-    def _ids(self, special: bool, text: str = "a") -> list[int]:
-        with _one_line_errors(f"--tokenizer-model {self._path} cannot encode {text[:40]!r}", "give another"):
-            # same ids as encode(), without the offsets, which take a fifth of the time
-            ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        # same ids as encode(), without the offsets, which take a fifth of the time
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-        text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
-        return text
 
-
-class _one_line_errors:
-    """Turns any error of a tokenizer library into a one-line UserError.  Rust panics are not Exceptions."""
-
-    def __init__(self, what: str, way_out: str) -> None:
-        self._what, self._way_out = what, way_out
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is None or isinstance(error, (UserError, KeyboardInterrupt, SystemExit)):
-            return
+@contextmanager
+def _one_line_errors(what: str, way_out: str) -> Iterator[None]:
+    """Turn any error of a tokenizer library into a one-line UserError."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # Rust panics are not Exceptions
         first = str(error).strip().partition("\n")[0]
-        raise UserError(f"{self._what} ({first[:300]}); {self._way_out}") from error
+        raise UserError(f"{what} ({first[:300]}); {way_out}") from error
 
 
 def _size_of(vocabulary: Mapping[str, int], path: Path) -> int:
@@ -150,12 +162,6 @@ def _size_of(vocabulary: Mapping[str, int], path: Path) -> int:
             "give another"
         )
     return largest + 1
-
-
-def _first(encode: Callable[[bool], list[int]]) -> int | None:
-    """The id that special tokens put before a text, or None."""
-    plain, special = encode(False), encode(True)
-    return special[0] if len(special) > len(plain) and special[1 : 1 + len(plain)] == plain else None
 
 
 def _configured_eos(folder: Path) -> str | None:
@@ -177,7 +183,7 @@ def _configured_eos(folder: Path) -> str | None:
     return None
 
 
-class TransformersTokenizer:
+class TransformersTokenizer(_HuggingFace):
     """Any other tokenizer in a local folder, through transformers (optional).
 
     It downloads nothing, runs no code of the folder, and never prompts.
@@ -198,29 +204,18 @@ class TransformersTokenizer:
             _check_file(file)
         way_out = "give a tokenizer.json, or a folder whose tokenizer needs no code of its own"
         with _one_line_errors(f"--tokenizer-model {path}: transformers cannot read it", way_out):
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
-        self._path = path
-        if self._tokenizer.eos_token_id is None:
+        if tokenizer.eos_token_id is None:
             raise UserError(f"--tokenizer-model {path} has no EOS token to end documents with; add one to it")
-        self.vocab_size = max(len(self._tokenizer), _size_of(self._tokenizer.get_vocab(), path))
-        self.eod = int(self._tokenizer.eos_token_id)
-        self.bos = _first(self._ids)
+        self.vocab_size = max(len(tokenizer), _size_of(tokenizer.get_vocab(), path))
+        self.eod = int(tokenizer.eos_token_id)
+        super().__init__(tokenizer, path)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens.  Raises UserError if the tokenizer's own rules fail."""
-        return self._ids(False, text)
-
-    def _ids(self, special: bool, text: str = "a") -> list[int]:
-        with _one_line_errors(f"--tokenizer-model {self._path} cannot encode {text[:40]!r}", "give another"):
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-        text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
-        return text
 
 
 def _check_file(path: Path) -> None:

@@ -161,20 +161,23 @@ class Ending:
         try:
             if self.folder is None:
                 raise OSError("no run folder yet")
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}, process {os.getpid()}\n{text}\n")
+            with self._append("") as file:
+                file.write(f"{text}\n")
         except OSError:
             if lost_connection(error) is None:
                 print(text, file=sys.stderr, flush=True)
 
     def _write_stacks(self) -> None:
-        with contextlib.suppress(OSError, AssertionError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}, process {os.getpid()}: stacks\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
+        with contextlib.suppress(OSError, AssertionError), self._append(": stacks") as file:
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _append(self, what: str) -> IO[str]:
+        """Open the file of stacks, and write the time, this rank and what follows."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}, process {os.getpid()}{what}\n")
+        return file
 
     def _ask(self, function: Callable[[], Any], seconds: float) -> Any:
         """Call the function; None if it fails or takes too long (the store's process may be stopped or dead).

@@ -6,6 +6,7 @@ for its fields.  Only these functions read untrusted files.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -116,3 +117,8 @@ def write_atomic(path: str | Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_json(path: str | Path, values: Any) -> None:
+    """`write_atomic` of indented JSON."""
+    write_atomic(path, json.dumps(values, indent=1) + "\n")

@@ -38,7 +38,7 @@ class SnipCallback(TrainerCallback):
         self.snip: Snip | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Attach to the model, and take batches for probes and trials; training's own iterator is left alone."""
+        """Attach to the model, and take batches for probes and trials, without advancing training's own iterator."""
         self.snip = attach(given["model"], **self.options)
         self.snip.iteration = state.global_step + 1  # of the coming update; a resumed run does not begin with the first
         with torch.random.fork_rng([]):
@@ -46,7 +46,7 @@ class SnipCallback(TrainerCallback):
         self.batch, *self.others = [{name: x.to(args.device) for name, x in batch.items()} for batch in batches]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Probe and plan, when it is time; a resumed run, which has no plan, does so at once."""
+        """Probe and plan if it is time.  A resumed run has no plan, and plans at once."""
         assert self.snip is not None
         since = state.global_step - self.start
         if since < 0 or (self.snip.plan is not None and since % self.every):

@@ -38,7 +38,8 @@ def shapes_of(
     """
     shapes = [_shape(name, linear, attends) for name, linear in linears.items()]
     whole = {block: attends[block] for block in _whole_blocks(shapes) if block in attends}
-    return [shape if shape.block in whole else _alone(shape) for shape in shapes], whole
+    # without a kind, a linear is judged at its own output
+    return [shape if shape.block in whole else dataclasses.replace(shape, kind="") for shape in shapes], whole
 
 
 def _shape(name: str, linear: nn.Linear, attends: Mapping[int, Attend]) -> LinearShape:
@@ -56,8 +57,3 @@ def _whole_blocks(shapes: Sequence[LinearShape]) -> list[int]:
     for shape in shapes:
         kinds.setdefault(shape.block, set()).add(shape.kind)
     return [block for block, there in kinds.items() if {"q", "k", "v", "o"} <= there]
-
-
-def _alone(shape: LinearShape) -> LinearShape:
-    """The linear, to be judged at its own output."""
-    return dataclasses.replace(shape, kind="")

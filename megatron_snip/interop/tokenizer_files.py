@@ -21,6 +21,8 @@ TOKENIZER = (
     "chat_template.jinja", "vocab.json", "merges.txt",
 )  # fmt: skip
 GENERATION = "generation_config.json"
+#: The plan in the folder of an exported model.
+PLAN = "precision_plan.json"
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

@@ -15,12 +15,6 @@ from megatron_snip.mesh import Axis
 from megatron_snip.parallel.context_parallel import own_tokens
 
 
-def documents_before(tokens: Tensor, eod: int) -> Tensor:
-    """Number of documents in the sample that end before each token: tokens [B, S] -> int64 [B, S]."""
-    ends = (tokens == eod).long()
-    return ends.cumsum(dim=1) - ends
-
-
 def positions(tokens: Tensor, eod: int) -> Tensor:
     """Position of each token in its document, from 0: tokens [B, S] -> int64 [B, S]."""
     place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -31,7 +25,8 @@ def positions(tokens: Tensor, eod: int) -> Tensor:
 
 def attention_mask(tokens: Tensor, eod: int) -> Tensor:
     """Causal mask within documents: True where a query (dim 2) sees a key (dim 3), bool [B, 1, S, S]."""
-    document = documents_before(tokens, eod)
+    ends = (tokens == eod).long()
+    document = ends.cumsum(dim=1) - ends  # [B, S], the number of documents that end before each token
     same = document[:, :, None] == document[:, None, :]
     return same.tril_().unsqueeze(1)
 

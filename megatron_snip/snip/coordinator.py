@@ -34,7 +34,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes
 from megatron_snip.snip.plan.final import Final
 from megatron_snip.snip.plan.ilp import Solution
-from megatron_snip.snip.plan.options import Choices, check_choices, solve_request
+from megatron_snip.snip.plan.options import Choices, check_choices
 from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.program import Ints
@@ -47,8 +47,9 @@ from megatron_snip.snip.plan_metrics import (
     sampling_metrics,
     trial_metrics,
 )
+from megatron_snip.snip.planner import ask, pending_of
 from megatron_snip.snip.predict.divergence import Predictions
-from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
+from megatron_snip.snip.predict.objectives import get_objective
 from megatron_snip.snip.predict.sampling import LEAST_TOKENS, batches_of, suffices
 from megatron_snip.snip.trial import TrialFailed, TrialRunner, Trials, try_plan
 
@@ -197,17 +198,14 @@ class Coordinator:
     def _suffices(self, stats: Statistics, tokens: int) -> bool:
         """Whether this many tokens determine the plan's cost; the same on every rank."""
         try:
-            return tokens >= LEAST_TOKENS and suffices(stats, self.options, self._request(stats)[0])
+            return tokens >= LEAST_TOKENS and suffices(stats, self.options, self._ask(stats)[0])
         except ValueError:  # `_begin` gets the same error and reports it
             return True
 
-    def _request(self, stats: Statistics | None) -> tuple[SolveRequest, Ints]:
+    def _ask(self, stats: Statistics | None) -> tuple[SolveRequest, Ints]:
         """The solver's request, and the options at which linears are held.  UserError if Q cannot be computed."""
-        inputs = ObjectiveInputs(self.shapes, self.options, stats, self.snip.snip_weight, self.seed)
-        quality, held = quality_loss(self.snip.snip_objective, inputs)
-        current = self.plan.linears if self.plan else None
-        ask = partial(solve_request, self.snip, self.shapes, self.choices, quality)
-        return ask(times=self.times, held=held, current=current), held
+        of = self.snip, self.shapes, self.choices, stats
+        return ask(*of, times=self.times, seed=self.seed, current=self.plan)
 
     def _begin(self, iteration: int, run_pass: PassRunner, zero_grad: Callable[[], None]) -> Metrics:
         """Measure, and start a solve.  Errors here are the same on every rank."""
@@ -222,7 +220,7 @@ class Coordinator:
             metrics |= divergence_metrics(stats, self.options)
             self._write(stats, "stats", iteration)
         try:
-            request, held = self._request(stats)
+            request, held = self._ask(stats)
         except ValueError as error:
             return metrics | self._keep(iteration, f"the objective cannot be computed: {error}")
         if stats is not None:
@@ -230,9 +228,7 @@ class Coordinator:
         columns = zip(self.shapes, held, self.choices.fixed)
         if named := ", ".join(shape.name for shape, option, fixed in columns if option >= 0 > fixed):
             LOGGER.warning(f"iteration {iteration}: held at the base option, as statistics are not finite: {named}")
-        options, snip = tuple(str(option) for option in self.options), self.snip
-        asked = snip.snip_objective, request, self.choices.measure, snip.snip_max_loss
-        self._start(Pending(iteration, iteration + snip.snip_apply_lag, options, *asked))
+        self._start(pending_of(self.snip, self.choices, request, iteration, self.snip.snip_apply_lag))
         return metrics
 
     def _batches(self, iteration: int) -> int:
@@ -283,7 +279,7 @@ class Coordinator:
             ahead = max(0, pending.probed + self._batches(pending.probed) - plan.iteration)
             trials = Trials(trial_runner(ahead), self.linears, self.mesh, self.probe.device)
             if self.mesh.rank == 0:
-                propose = proposals(pending, plan, self.shapes, self.times.hardware, self.plan, self.seed)
+                propose = proposals(pending, plan, self.shapes, self.times.hardware, self.plan)
             judge = None if pending.max_loss is None else partial(judged, nats=pending.max_loss)
             tried, best = try_plan(trials, propose, self.snip.snip_trials, plan, self.predictions, judge)
         except (TrialFailed, ProbeFailed) as error:

@@ -49,7 +49,7 @@ def halved(found: Mapping[float, Tried], nats: float) -> float | None:
 
 
 def proposals(
-    pending: Pending, solved: Plan, shapes: Sequence[LinearShape], hardware: str, in_force: Plan | None, seed: int
+    pending: Pending, solved: Plan, shapes: Sequence[LinearShape], hardware: str, in_force: Plan | None
 ) -> Propose:
     """Rank 0's proposals; ``solved`` is the solver's plan for the pending request."""
     plan_of = partial(pending.plan_of, shapes=shapes, hardware=hardware)
@@ -57,7 +57,7 @@ def proposals(
     if pending.max_loss is not None:
         following = partial(halved, nats=pending.max_loss)
         return AlongFrontier(request, plan_of, (0.0, request.target), following)
-    first = partial(first_plans, solved, request, shapes, options, plan_of, in_force, seed)
+    first = partial(first_plans, solved, request, shapes, options, plan_of, in_force)
     return Proposals(first, request, shapes, options, plan_of)
 
 

@@ -1,4 +1,4 @@
-"""Plans from statistics, outside a run: single plans, and the trade-off between savings and cost."""
+"""From statistics to what the solver is asked, in a run and outside; and outside a run, plans and their trade-off."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_snip.config import Config
+from megatron_snip.config import Config, SnipConfig
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan.cost import GemmTimes, achieved
+from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes, achieved
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve_pareto
-from megatron_snip.snip.plan.options import Choices, solve_request
+from megatron_snip.snip.plan.options import Choices, check_choices, read_times, solve_request
+from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import Plan, build_plan
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
@@ -22,6 +24,34 @@ from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective
 BASELINES = ("abs_err", "rel_err", "layer_id", "layer_type")
 POINTS = 21  # plans on the frontier
 DRAWS = 16  # plans for a regret
+
+
+def ask(
+    snip: SnipConfig,
+    shapes: Sequence[LinearShape],
+    choices: Choices,
+    stats: Statistics | None,
+    *,
+    times: GemmTimes = NOMINAL,
+    objective: str | None = None,
+    seed: int = 0,
+    current: Plan | None = None,
+) -> tuple[SolveRequest, NDArray[np.int64]]:
+    """The solver's request, and the options [L] at which linears are held, as `quality_loss` says.
+
+    stats: None for an objective that needs none.  objective: by default --snip-objective.  seed: for "random".
+    Raises UserError if the objective cannot be computed.
+    """
+    inputs = ObjectiveInputs(shapes, choices.options, stats, snip.snip_weight, seed)
+    quality, held = quality_loss(objective or snip.snip_objective, inputs)
+    now = current.linears if current else None
+    return solve_request(snip, shapes, choices, quality, times=times, held=held, current=now), held
+
+
+def pending_of(snip: SnipConfig, choices: Choices, request: SolveRequest, probed: int, lag: int = 0) -> Pending:
+    """A solve of --snip-objective from a probe before iteration ``probed``, whose plan is due ``lag`` later."""
+    options = tuple(map(str, choices.options))
+    return Pending(probed, probed + lag, options, snip.snip_objective, request, choices.measure, snip.snip_max_loss)
 
 
 @dataclass(frozen=True)
@@ -34,6 +64,11 @@ class Planner:
     choices: Choices
     times: GemmTimes
 
+    @classmethod
+    def of(cls, config: Config, stats: Statistics, shapes: Sequence[LinearShape]) -> Planner:
+        """A planner of these linears.  Raises UserError if the options do not fit them."""
+        return cls(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+
     @property
     def baselines(self) -> list[str]:
         """Baselines for which these statistics suffice; some probes measure only fprop's operands."""
@@ -41,10 +76,8 @@ class Planner:
 
     def request(self, objective: str, seed: int = 0) -> SolveRequest:
         """The solver's request for an objective."""
-        snip = self.config.snip
-        inputs = ObjectiveInputs(self.shapes, self.choices.options, self.stats, snip.snip_weight, seed)
-        quality, held = quality_loss(objective, inputs)
-        return solve_request(snip, self.shapes, self.choices, quality, times=self.times, held=held)
+        of = self.config.snip, self.shapes, self.choices, self.stats
+        return ask(*of, times=self.times, objective=objective, seed=seed)[0]
 
     def plan(self, solution: Solution, objective: str, target: float) -> Plan:
         """The plan of a solution, effective from the statistics' iteration on."""

@@ -309,7 +309,6 @@ def first_plans(
     options: Sequence[LinearPrecision],
     plan_of: Callable[[Solution], Plan],
     in_force: Plan | None,
-    seed: int,
 ) -> Iterator[tuple[str, Plan]]:
     """Yield the solver's plan and its rivals by name.  All save what the request asks for.
 
@@ -331,7 +330,7 @@ def first_plans(
         yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=UNSOLVED), "lowest")
     for rule in ("layer_id", "layer_type"):
         try:
-            quality, _ = quality_loss(rule, ObjectiveInputs(shapes, options, seed=seed))
+            quality, _ = quality_loss(rule, ObjectiveInputs(shapes, options))
             solution = dataclasses.replace(request, quality_loss=quality, current=None, churn=0.0).solve()
         except UserError:  # a rule that knows nothing of these linears
             continue

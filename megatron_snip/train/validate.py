@@ -19,10 +19,10 @@ from megatron_snip.model.stages import is_interleaved
 from megatron_snip.snip.max_loss import check_max_loss
 from megatron_snip.train.schedule import check_batches, check_samples, check_schedule, final_switch
 
-#: Every numeric option by its range.  An option that allows None may be None.
-RANGES: dict[str, tuple[str, ...]] = {
-    "a positive number up to 9999": ("num_layers",),
-    "a positive number": (
+#: Every numeric option by its range, with the test of the range.  An option that allows None may be None.
+RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "a positive number up to 9999": (lambda value: 1 <= value <= 9999, ("num_layers",)),
+    "a positive number": (lambda value: value >= 1, (
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
         "rope_original_max_position_embeddings", "tensor_model_parallel_size", "pipeline_model_parallel_size",
@@ -34,45 +34,38 @@ RANGES: dict[str, tuple[str, ...]] = {
         "keep_every", "profile_step_start", "profile_step_end",
         "snip_interval", "snip_start", "snip_final_iters", "snip_probe_tokens", "snip_trial_tokens",
         "snip_guard_patience", "world_size",
-    ),
-    "0 or more": (
+    )),
+    "0 or more": (lambda value: value >= 0, (
         "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "init_method_std", "eval_iters",
         "exit_duration_in_mins", "ckpt_step", "snip_weight", "snip_churn", "snip_bf16_eval_interval",
         "spike_deviations", "spike_nats", "manual_gc_interval", "lr_warmup_samples", "lr_warmup_init",
         "log_edq_interval", "start_weight_decay", "end_weight_decay", "num_workers", "snip_trials",
-    ),
-    "2 or more": ("spike_window",),  # a standard deviation needs two
-    "a number above 0": (
+    )),
+    "2 or more": (lambda value: value >= 2, ("spike_window",)),  # a standard deviation needs two
+    "a number above 0": (lambda value: value > 0, (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
         "adam_eps", "memory_gib", "host_memory_gib", "snip_max_loss",
-    ),
-    "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
-    "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
-    "0 to 4294967295": ("seed",),  # range of numpy's seeds
-    "a share, 0 to 1": ("snip_target", "lr_warmup_fraction", "optimizer_offload_fraction"),
+    )),
+    "a number above 0, at most 1000000": (lambda value: 0 < value <= 1e6, (  # clocks overflow
+        "distributed_timeout_minutes", "snip_solve_timeout",
+    )),
+    "0 or more and less than 1": (lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2")),
+    "0 to 4294967295": (lambda value: 0 <= value < 2**32, ("seed",)),  # range of numpy's seeds
+    "a share, 0 to 1": (lambda value: 0 <= value <= 1, (
+        "snip_target", "lr_warmup_fraction", "optimizer_offload_fraction",
+    )),
 }  # fmt: skip
-_WITHIN: dict[str, Callable[[float], bool]] = {
-    "a positive number up to 9999": lambda value: 1 <= value <= 9999,
-    "a positive number": lambda value: value >= 1,
-    "0 or more": lambda value: value >= 0,
-    "a number above 0": lambda value: value > 0,
-    "a number above 0, at most 1000000": lambda value: 0 < value <= 1e6,
-    "2 or more": lambda value: value >= 2,
-    "0 or more and less than 1": lambda value: 0 <= value < 1,
-    "0 to 4294967295": lambda value: 0 <= value < 2**32,
-    "a share, 0 to 1": lambda value: 0 <= value <= 1,
-}
 
 
 def check_ranges(config: Config, *only: str) -> None:
     """Raise UserError for a number outside its range.  ``only``: groups of options to check, such as snip."""
     groups = option_groups()
-    for kind, names in RANGES.items():
+    for kind, (within, names) in RANGES.items():
         for name in names:
             if only and groups[name] not in only:
                 continue
             value = getattr(getattr(config, groups[name]), name)
-            if value not in (None, "auto", "decay") and not (math.isfinite(value) and _WITHIN[kind](value)):
+            if value not in (None, "auto", "decay") and not (math.isfinite(value) and within(value)):
                 required = getattr(getattr(Config(), groups[name]), name) == 0  # the only defaults out of range
                 found = "missing or 0" if required and value == 0 else value
                 raise UserError(f"--{name.replace('_', '-')} is {found}; give {kind}")

@@ -1,4 +1,4 @@
-"""tools/analyse.py: from a Hugging Face folder and a text to sensitivities, plans and a page."""
+"""megatron-snip analyse: from a Hugging Face folder and a text to sensitivities, plans and a page."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_its_statistics_make_a_plan_that_several_processes_try(model, analysed, 
     words = ["--stats", str(out / "stats.json"), "--load", str(model), "--output-dir", str(tmp_path / "plans"), "--try"]
     words += ["--data-path", str(out / "data"), "--seq-length", "128", "--global-batch-size", "2", "--train-iters", "1"]
     words += ["--split", "1,0,0", "--snip-trials", "3", "--snip-trial-tokens", "512", "--snip-probe-tokens", "768"]
-    words += ["--efficiency-saving", "0.5", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(model), "--tensor-model-parallel-size", "2"]
+    words += ["--snip-target", "0.5", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(model), "--tensor-model-parallel-size", "2"]
     first, other = run_ranks(plan, 2, *words)
     assert other == ("", "") and not first[1], first
     best = Plan.load(tmp_path / "plans/best.json")

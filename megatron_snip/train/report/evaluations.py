@@ -11,7 +11,6 @@ or the path of a Hugging Face folder.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_snip.files.json import Count, JsonFileError, Text, check_version, checked, read_json, write_atomic
+from megatron_snip.files.json import Count, JsonFileError, Text, check_version, checked, read_json, write_json
 
 _WAY_OUT = "evaluate the checkpoint again, or move the file away"
 #: Metric -> (value, standard error or None).
@@ -64,8 +63,7 @@ class Evaluation:
     def save(self, path: Path) -> None:
         """Write the file, atomically."""
         values = {"version": 1, "iteration": self.iteration, "model": self.model, "scores": self.scores}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(values, indent=1) + "\n")
+        write_json(path, values)
 
     def with_scores(self, precision: str, tasks: Mapping[str, Scores]) -> Evaluation:
         """A copy with further measurements."""

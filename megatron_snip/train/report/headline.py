@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_snip.arguments import parse
-from megatron_snip.config import Config
 from megatron_snip.formats import get_format
 from megatron_snip.model.flops import parameters
 from megatron_snip.quant import GEMMS, LinearPrecision
@@ -18,29 +16,17 @@ from megatron_snip.snip.plan.cost import gemm_time
 from megatron_snip.snip.plan.options import read_times
 from megatron_snip.train.memory_plan.plan_file import FILE, MemoryPlan
 from megatron_snip.train.report.run_summary import Curve, Run
-from megatron_snip.train.run.run_folder import saved_options
 from megatron_snip.train.setup import snip_shapes
 
 #: The last iterations whose mean is compared: a tenth of the common ones, and at least so many.
 LAST_SHARE, LAST_LEAST = 0.1, 8
 
 
-def config_of(run: Run) -> Config:
-    """The run's options.  Raises UserError if they are another version's."""
-    groups = [name for name in Config().to_dict() if name not in ("logging", "checkpoint", "dry_run")]
-    return parse([], saved_options({"config": run.options}, groups))
-
-
 def headline(run: Run) -> list[tuple[str, str]]:
     """Model, tokens, layout with device, and the command, as rows of a table; what is not known is left out."""
-    if not run.options:
+    if run.config is None:
         return []
-    try:
-        config = config_of(run)
-    except (ValueError, KeyError, TypeError) as error:  # options of another version
-        run.notes.append(f"config.json: {error}")
-        return []
-    m, t, p = config.model, config.training, config.parallel
+    m, t, p = run.config.model, run.config.training, run.config.parallel
     model = f"{m.model_name}, {m.num_layers} blocks of {m.hidden_size}"
     if m.vocab_size is not None:
         size = parameters(m, tied=not m.untie_embeddings_and_output_weights)
@@ -50,7 +36,7 @@ def headline(run: Run) -> list[tuple[str, str]]:
     if samples:
         batch = f"{_count(t.global_batch_size * m.seq_length)} tokens a batch"
         rows.append(("trained on", f"{_count(samples[-1] * m.seq_length)} tokens, {batch}"))
-    made: Mapping[str, Any] = run.options.get("versions") or {}
+    made = run.versions
     if "processes" in made:
         ranks, tp, pp, cp = (
             int(made["processes"]), p.tensor_model_parallel_size, p.pipeline_model_parallel_size,
@@ -104,10 +90,11 @@ def _predicted(one: Mapping[str, Any]) -> str:
 
 
 def _faster(run: Run, plan: Plan) -> str:
-    """How much faster the linears' GEMMs are than in FP8, by the run's GEMM times."""
+    """How much faster the linears' GEMMs are than in FP8, by the run's GEMM times; "" if these are not known."""
+    if run.config is None:
+        return ""
     try:
-        config = config_of(run)
-        times, shapes = read_times(config.snip), snip_shapes(config)
+        times, shapes = read_times(run.config.snip), snip_shapes(run.config)
         formats = {getattr(precision, gemm) for precision in plan.linears.values() for gemm in GEMMS}
         bits = {name: get_format(name).element_bits for name in formats}
         base = next((name for name in sorted(bits) if bits[name] == 8), "bf16")
@@ -115,7 +102,7 @@ def _faster(run: Run, plan: Plan) -> str:
         options = list(dict.fromkeys(plan.linears.values()))
         column = [options.index(plan.linears[shape.name]) for shape in shapes]
         taken = float(gemm_time(shapes, options, times)[np.arange(len(shapes)), column].sum())
-    except (ValueError, KeyError, TypeError, OSError):  # options of another version, or a missing table
+    except (ValueError, KeyError):  # a plan of another model, or a missing table
         return ""
     by = "nominal" if times.hardware == "nominal" else times.hardware
     return f"By {by} GEMM times, the linears are {uniform / taken:.2g} times as fast as in {base} everywhere."

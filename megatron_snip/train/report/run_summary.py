@@ -7,18 +7,19 @@ notes, and missing values are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import read_file
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.cost import MEASURES, saving
+from megatron_snip.snip.plan.cost import saving
 from megatron_snip.train.run.metrics import lines_of, metrics_file
 from megatron_snip.train.run.state_file import read_run_file
 
@@ -34,14 +35,15 @@ def is_finite(value: Any) -> bool:
 class Run:
     """A run folder's content: metrics in file order, plans by iteration, and notes on unreadable files.
 
-    options: config.json, or {}.  stats: the last readable statistics.
+    config, versions: from config.json; None and empty without it.  stats: the last readable statistics.
     """
 
     path: Path
     metrics: list[dict[str, Any]]
     plans: list[Plan]
     notes: list[str]
-    options: dict[str, Any]
+    config: Config | None
+    versions: Mapping[str, str | int]
     stats: Statistics | None
 
     @cached_property
@@ -76,20 +78,13 @@ def read_run(run_dir: str | Path) -> Run:
         except ValueError as error:
             notes.append(str(error))
     plans.sort(key=lambda plan: plan.iteration)
-    return Run(path, metrics, plans, notes, _read_options(path / "config.json", notes), _last_stats(path, notes))
-
-
-def summary(run_dir: str | Path) -> dict[str, Any]:
-    """The run in numbers: name -> value, or None if not recorded.
-
-    Losses in nats; "fp4_share" 0..1 of the last plan, if one is in force; seconds of wall clock; shares of total time.
-    """
-    return summary_of(read_run(run_dir))
+    config, versions = _read_options(path / "config.json", notes)
+    return Run(path, metrics, plans, notes, config, versions, _last_stats(path, notes))
 
 
 def format_summary(run_dir: str | Path) -> str:
-    """``summary`` as a small text table."""
-    rows = rows_of(summary(run_dir))
+    """The run in numbers, as a small text table."""
+    rows = rows_of(read_run(run_dir))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -101,16 +96,14 @@ def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
     return [row for _, row in lines]
 
 
-def _read_options(file: Path, notes: list[str]) -> dict[str, Any]:
-    """config.json; an unreadable one is noted."""
-    if not file.is_file():
-        return {}
-    try:
-        _, config, versions = read_run_file(file, "move it aside")
-        return {**config.to_dict(), "versions": dict(versions)}
-    except ValueError as error:
-        notes.append(str(error))
-        return {}
+def _read_options(file: Path, notes: list[str]) -> tuple[Config | None, Mapping[str, str | int]]:
+    """Options and versions of config.json; an unreadable one is noted."""
+    if file.is_file():
+        try:
+            return read_run_file(file, "move it aside")[1:]
+        except ValueError as error:
+            notes.append(str(error))
+    return None, {}
 
 
 def _last_stats(path: Path, notes: list[str]) -> Statistics | None:
@@ -123,119 +116,85 @@ def _last_stats(path: Path, notes: list[str]) -> Statistics | None:
     return None
 
 
-def summary_of(run: Run) -> dict[str, Any]:
-    """``summary`` of a run that has been read."""
-
-    def ends(key: str) -> tuple[float | None, float | None]:
-        values = run.column(key)[1]
-        return (values[0], values[-1]) if values else (None, None)
-
-    def total(key: str) -> float | None:
-        values = run.column(key)[1]
-        return sum(values) if values else None
-
-    seconds = total("iteration-time")
-    first_loss, last_loss = ends("lm loss")
-    first_validation, last_validation = ends("lm loss validation")
-    probing, solving = total("snip/probe_seconds"), total("snip/solver_seconds")
-    trials = [row for row in run.metrics if "snip/trial_passes" in row]
-    trying = total("snip/trial_seconds")
-    in_force = not run.metrics or run.metrics[-1].get("snip/plan_hash") != ""  # a run may return to warm-up precision
-    last_plan = run.plans[-1] if run.plans and in_force else None
-    return {
-        "iterations": sum(row["iteration"] > 0 for row in run.metrics),  # 0: validation of initial weights
-        "last_iteration": run.metrics[-1]["iteration"] if run.metrics else None,
-        "first_loss": first_loss,
-        "last_loss": last_loss,
-        "first_validation_loss": first_validation,
-        "last_validation_loss": last_validation,
-        "skipped": int(max(run.column("skipped")[1], default=0)),  # a running count
-        "plans": len(run.plans),
-        "fp4_share": last_plan.achieved if last_plan else None,
-        "target": last_plan.target if last_plan else None,
-        "target_unit": last_plan.target_unit if last_plan else None,
-        "precision": run.options.get("precision", {}).get("precision"),
-        "precision_plan": run.options.get("precision", {}).get("precision_plan"),
-        "precision_plan_share": _share_of_file(run),
-        "last_churn": run.plans[-1].churn(run.plans[-2]) if len(run.plans) > 1 else None,
-        "seconds": seconds,
-        "probe_seconds": probing,
-        "solver_seconds": solving,
-        "trial_seconds": trying,
-        "probe_share": probing / seconds if probing is not None and seconds else None,
-        "solver_share": solving / seconds if solving is not None and seconds else None,
-        "trial_share": trying / seconds if trying is not None and seconds else None,
-        "trials": len(trials),
-        "trials_overruled": sum(row.get("snip/trial_name", "solver") != "solver" for row in trials),
-        "trial_increase": ends("snip/trial_increase")[1],
-        "trial_error": ends("snip/trial_increase_standard_error")[1],
-        "trial_predicted": ends("snip/trial_predicted")[1],
-        "top_token": ends("snip/top_token")[1],
-    }
-
-
-def rows_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The summary table: (name, value with its unit)."""
-
-    def pair(first: str, last: str) -> str:
-        if values[first] is None:
-            return "none recorded"
-        return f"{values[first]:.4f} -> {values[last]:.4f}"
-
-    def time(seconds: float | None, share: float | None) -> str:
-        if seconds is None:
-            return "none recorded"
-        of_run = f" ({share:.2%} of the run)" if share is not None else ""
-        return _duration(seconds) + of_run
-
-    reached, precision = "no plan", values["precision"]
-    if precision == "plan":
-        share, file = values["precision_plan_share"], values["precision_plan"]
-        reached = f"as {file} says" if share is None else f"{share:.2%} of the linears' FLOPs ({file})"
-    elif precision not in (None, "snip"):
-        reached = f"{_fp4_share(str(precision))} of the linears' FLOPs (--precision {precision})"
-    elif values["fp4_share"] is not None:
-        unit = "" if values["target_unit"] == MEASURES["fp4"] else f" in {values['target_unit']}"
-        reached = f"{values['fp4_share']:.2%} of the linears' FLOPs (target {values['target']:.2%}{unit})"
-    plans = str(values["plans"])
-    if values["last_churn"] is not None:
-        plans += f" (the last changed {values['last_churn']:.1%} of the linears)"
-    iterations = str(values["iterations"])
-    if values["skipped"]:
-        iterations += f" ({values['skipped']} skipped)"
+def rows_of(run: Run) -> list[tuple[str, str]]:
+    """The run in numbers: (name, value with its unit).  Losses are in nats, times of the wall clock."""
+    iterations = str(sum(row["iteration"] > 0 for row in run.metrics))  # 0: validation of initial weights
+    if skipped := int(max(run.column("skipped")[1], default=0)):  # a running count
+        iterations += f" ({skipped} skipped)"
+    plans = str(len(run.plans))
+    if len(run.plans) > 1:
+        plans += f" (the last changed {run.plans[-1].churn(run.plans[-2]):.1%} of the linears)"
     tried = []
-    if values["trials"]:
-        tried = [("trials", _trials(values)), ("time in trials", time(values["trial_seconds"], values["trial_share"]))]
-    if values["top_token"] is not None:
-        tried += [("top token", f"{values['top_token']:.1%} of a linear's loss divergence, in the last probe")]
+    if rows := [row for row in run.metrics if "snip/trial_passes" in row]:
+        tried = [("trials", _trials(run, rows)), ("time in trials", _time(run, "snip/trial_seconds"))]
+    if (top := _last(run, "snip/top_token")) is not None:
+        tried += [("top token", f"{top:.1%} of a linear's loss divergence, in the last probe")]
+    seconds = _total(run, "iteration-time")
     return [
-        ("validation loss", pair("first_validation_loss", "last_validation_loss")),
-        ("training loss", pair("first_loss", "last_loss")),
-        ("in FP4", reached),
+        ("validation loss", _ends(run, "lm loss validation")),
+        ("training loss", _ends(run, "lm loss")),
+        ("in FP4", _in_fp4(run)),
         ("plans", plans),
         ("iterations", iterations),
-        ("time in probes", time(values["probe_seconds"], values["probe_share"])),
-        ("time in the solver", time(values["solver_seconds"], values["solver_share"])),
+        ("time in probes", _time(run, "snip/probe_seconds")),
+        ("time in the solver", _time(run, "snip/solver_seconds")),
         *tried,
-        ("time in all iterations", time(values["seconds"], None)),
+        ("time in all iterations", "none recorded" if seconds is None else _duration(seconds)),
     ]
 
 
-def _trials(values: Mapping[str, Any]) -> str:
+def _last(run: Run, key: str) -> float | None:
+    values = run.column(key)[1]
+    return values[-1] if values else None
+
+
+def _total(run: Run, key: str) -> float | None:
+    values = run.column(key)[1]
+    return sum(values) if values else None
+
+
+def _ends(run: Run, key: str) -> str:
+    values = run.column(key)[1]
+    return f"{values[0]:.4f} -> {values[-1]:.4f}" if values else "none recorded"
+
+
+def _time(run: Run, key: str) -> str:
+    """Seconds of a metric, with their share of the run."""
+    spent, whole = _total(run, key), _total(run, "iteration-time")
+    if spent is None:
+        return "none recorded"
+    return _duration(spent) + (f" ({spent / whole:.2%} of the run)" if whole else "")
+
+
+def _in_fp4(run: Run) -> str:
+    """FP4's share of the linears' FLOPs, by the last plan or by --precision."""
+    precision, file = (run.config.precision.precision, run.config.precision.precision_plan) if run.config else ("", "")
+    if precision == "plan":
+        share = _share_of_file(run, file)
+        return f"as {file} says" if share is None else f"{share:.2%} of the linears' FLOPs ({file})"
+    if precision not in ("", "snip"):
+        return f"{_fp4_share(precision)} of the linears' FLOPs (--precision {precision})"
+    in_force = not run.metrics or run.metrics[-1].get("snip/plan_hash") != ""  # a run may return to warm-up precision
+    if not (run.plans and in_force):
+        return "no plan"
+    return f"{run.plans[-1].achieved:.2%} of the linears' FLOPs (target {run.plans[-1].asked})"
+
+
+def _trials(run: Run, rows: Sequence[Mapping[str, Any]]) -> str:
     """What trials found, in words."""
-    others = values["trials_overruled"]
-    text = f"{values['trials']} ({others or 'none'} took another plan than the solver's)"
-    if values["trial_increase"] is not None:
-        error = f" ± {values['trial_error']:.2g}" if values["trial_error"] is not None else ""
-        text += f"; the last plan costs {values['trial_increase']:.4g}{error} nats above BF16"
-        text += f", predicted {values['trial_predicted']:.4g}" if values["trial_predicted"] is not None else ""
+    others = sum(row.get("snip/trial_name", "solver") != "solver" for row in rows)
+    text = f"{len(rows)} ({others or 'none'} took another plan than the solver's)"
+    error, predicted = _last(run, "snip/trial_increase_standard_error"), _last(run, "snip/trial_predicted")
+    if (increase := _last(run, "snip/trial_increase")) is not None:
+        text += f"; the last plan costs {increase:.4g}{'' if error is None else f' ± {error:.2g}'} nats above BF16"
+        text += "" if predicted is None else f", predicted {predicted:.4g}"
     return text
 
 
-def _share_of_file(run: Run) -> float | None:
+def _share_of_file(run: Run, file: Any) -> float | None:
     """FP4's share in the file of --precision plan; None unless it is the run's last plan."""
     try:
-        plan = Plan.load(str(run.options.get("precision", {}).get("precision_plan")))
+        plan = Plan.load(str(file))
     except ValueError:
         return None
     return plan.achieved if run.metrics and run.metrics[-1].get("snip/plan_hash") == plan.hash else None

@@ -20,16 +20,16 @@ from megatron_snip.errors import UserError
 from megatron_snip.files.json import write_atomic
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan.options import check_choices, measured_options, read_times
+from megatron_snip.snip.plan.options import measured_options
 from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import get_objective
 from megatron_snip.snip.predict.sampling import top_token
 from megatron_snip.train.pictures import figures as pictures
 from megatron_snip.train.report.evaluations import read_evaluations, score_rows
-from megatron_snip.train.report.headline import config_of, difference_text, headline, verdict
+from megatron_snip.train.report.headline import difference_text, headline, verdict
 from megatron_snip.train.report.page import Section, folded, page, table
-from megatron_snip.train.report.run_summary import Curve, Run, is_finite, read_run, rows_of, summary_of
+from megatron_snip.train.report.run_summary import Curve, Run, is_finite, read_run, rows_of
 from megatron_snip.train.report.trials import trials
 from megatron_snip.train.setup import snip_shapes
 
@@ -47,7 +47,7 @@ def write_report(run_dir: str | Path, others: Sequence[str | Path] = (), file: P
     run, rest = read_run(run_dir), [read_run(other) for other in others]
     found = [_compared(run, rest), *(section(run) for section in _SECTIONS)]
     sections = [section for section in found if section is not None]
-    facts = [*headline(run), *rows_of(summary_of(run))]
+    facts = [*headline(run), *rows_of(run)]
     notes = [note for one in (run, *rest) for note in one.notes]
     name, *more = _names([run, *rest])
     title = f"{name} compared with {', '.join(more)}" if more else name
@@ -68,7 +68,7 @@ def _compared(run: Run, others: Sequence[Run]) -> Section | None:
     figures, text = [pictures.loss({plain[name]: curves for name, curves in shown.items()}, marks)], ""
     (name, (mine, _)), *rest = shown.items()
     for other, (theirs, _) in rest:
-        if differing := _other_options(run.options, runs[other].options):
+        if differing := _other_options(run.config, runs[other].config):
             run.notes.append(f"{name} and {other} differ in more than precision: {differing}")
         figure = pictures.difference(plain[name], plain[other], mine, theirs)
         if figure is None:
@@ -102,14 +102,16 @@ def _optimisation(run: Run) -> Section | None:
     return Section("Optimisation", "", figures) if figures else None
 
 
-def _other_options(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def _other_options(mine: Config | None, theirs: Config | None) -> str:
     """Options of model, training and data that differ between two runs, with both values."""
+    if mine is None or theirs is None:
+        return ""
     found = []
     for group in ("model", "training", "data"):
-        here, there = mine.get(group, {}), theirs.get(group, {})
-        for key in here.keys() & there.keys():
-            if here[key] != there[key]:
-                found.append(f"--{key.replace('_', '-')} {_shown(here[key])} and {_shown(there[key])}")
+        there = theirs.to_dict()[group]
+        for key, value in mine.to_dict()[group].items():
+            if value != there[key]:
+                found.append(f"--{key.replace('_', '-')} {_shown(value)} and {_shown(there[key])}")
     return ", ".join(sorted(found))
 
 
@@ -206,23 +208,18 @@ def _number(row: Mapping[str, Any], key: str) -> float | None:
     return float(row[key]) if is_finite(row.get(key)) else None
 
 
-def _trials(run: Run) -> Section | None:
-    return trials(run.plans)
-
-
 def _trade_off(run: Run) -> Section | None:
     """Quality loss over savings, by the last statistics: the best plans, and the run's own."""
-    snip = run.options.get("snip", {})
-    if not run.plans or run.stats is None or run.options.get("precision", {}).get("precision") != "snip":
+    if not run.plans or run.stats is None or run.config is None or run.config.precision.precision != "snip":
         return None
     try:
-        planner = _planner(run, run.stats)
+        planner = _planner(run.config, run.stats)
         objective = planner.config.snip.snip_objective
         if not get_objective(objective).needs_stats:
             return None
         request = planner.request(objective)
         frontier = planner.frontier(objective, time_limit=POINT_SECONDS, gap=1e-3)
-    except (ValueError, KeyError, TypeError, OSError) as error:  # options of another version, or a missing table
+    except ValueError as error:  # options that do not fit the statistics, or a missing table
         run.notes.append(f"no trade-off is shown: {error}")
         return None
     known = set(planner.choices.options)
@@ -236,20 +233,19 @@ def _trade_off(run: Run) -> Section | None:
         what,
     )
     text = f"All plans are scored with the statistics of iteration {run.stats.iteration} and the objective {objective}."
-    asked = f"The target was {snip.get('snip_target')}."
-    if (nats := snip.get("snip_max_loss")) is not None:
+    asked = f"The target was {run.config.snip.snip_target}."
+    if (nats := run.config.snip.snip_max_loss) is not None:
         asked = f"Each plan was the largest that measured below {nats} nats."
     return Section("Trade-off", f"{text} {asked}", [figure])
 
 
-def _planner(run: Run, stats: Statistics) -> Planner:
-    """A planner with the run's options and these statistics."""
-    config = config_of(run)
+def _planner(config: Config, stats: Statistics) -> Planner:
+    """A planner with a run's options and these statistics."""
     config = config.replace(snip_options=measured_options(config.snip.snip_options, stats.formats))
     shapes = snip_shapes(config)
     if [shape.name for shape in shapes] != list(stats.names):
         raise UserError("config.json and the statistics are of different models")
-    return Planner(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
+    return Planner.of(config, stats, shapes)
 
 
 def _stages(run: Run) -> Section | None:
@@ -279,8 +275,8 @@ def _pace(run: Run) -> Section | None:
     if not at or not sum(seconds):
         return None
     figures, sizes = [], dict(zip(*run.column("batch-size")))
-    sequence = run.options.get("model", {}).get("seq_length")
-    if sequence and sizes:
+    if run.config is not None and sizes:
+        sequence = run.config.model.seq_length
         pace = [(i, sizes[i] * sequence / s) for i, s in zip(at, seconds) if i in sizes and s > 0]
         figures.append(
             pictures.curves({"tokens/s": ([i for i, _ in pace], [v for _, v in pace])}, "tokens a second")
@@ -317,15 +313,13 @@ def _benchmarks(run: Run) -> Section | None:
 
 def _configuration(run: Run) -> Section | None:
     """Options that differ from their defaults, versions, and a folded list of all options."""
-    if not run.options:
+    if run.config is None:
         return None
     default = Config().to_dict()
-    groups = {name: group for name, group in run.options.items() if name in default and isinstance(group, dict)}
-    every = [(name, key, value) for name, group in groups.items() for key, value in group.items()]
-    changed = [[f"--{k.replace('_', '-')}", _shown(v)] for name, k, v in every if default[name].get(k) != v]
+    every = [(name, key, value) for name, group in run.config.to_dict().items() for key, value in group.items()]
+    changed = [[f"--{k.replace('_', '-')}", _shown(v)] for name, k, v in every if default[name][k] != v]
     all_of = [[name, f"--{key.replace('_', '-')}", _shown(value)] for name, key, value in every]
-    made = run.options.get("versions")
-    versions = [[str(k), _shown(v)] for k, v in made.items()] if made else []
+    versions = [[key, str(value)] for key, value in run.versions.items()]
     body = table(("option", "value"), changed) + (
         table(("made with", "in the last start"), versions) if versions else ""
     )
@@ -339,5 +333,5 @@ def _shown(value: Any) -> str:
 
 #: Sections after the loss, in the page's order.
 _SECTIONS: tuple[Callable[[Run], Section | None], ...] = (
-    _optimisation, _plans, _divergences, _trials, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
+    _optimisation, _plans, _divergences, trials, _measured, _trade_off, _benchmarks, _stages, _pace, _configuration,
 )  # fmt: skip

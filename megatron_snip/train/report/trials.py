@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_snip.snip.plan.plan_file import Plan, TrialRecord
+from megatron_snip.snip.plan.plan_file import TrialRecord
 from megatron_snip.train.pictures.figures import MOST_MARKS, PALETTE, Figure, axes, line, picked
 from megatron_snip.train.report.page import Section
+from megatron_snip.train.report.run_summary import Run
 
 #: The newest trials, which are shown plan by plan.
 MOST_TRIALS = 10
 _APPLIED = {"symbol": "star", "size": 14}
 
 
-def trials(plans: Sequence[Plan]) -> Section | None:
+def trials(run: Run) -> Section | None:
     """The section on a run's trials, or None if there were none."""
-    tried = [(plan.iteration, plan.trial) for plan in plans if plan.trial is not None]
+    tried = [(plan.iteration, plan.trial) for plan in run.plans if plan.trial is not None]
     if not tried:
         return None
     figures = [_over_iterations(tried)] if len(tried) > 1 else []

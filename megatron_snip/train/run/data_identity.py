@@ -42,8 +42,14 @@ def identity(**datasets: Dataset | None) -> Identity:
     """
     return {
         part: [
-            {"prefix": files.prefix, "weight": weight, **files.fingerprint, "rounds": rounds, "sequences": list(taken)}
-            for (weight, files), rounds, taken in zip(dataset.corpora, dataset.rounds, dataset.ranges, strict=True)
+            {
+                "prefix": one.files.prefix,
+                "weight": one.weight,
+                **one.files.fingerprint,
+                "rounds": one.rounds,
+                "sequences": list(one.sequences),
+            }
+            for one in dataset.sources
         ]
         for part, dataset in datasets.items()
         if dataset is not None
@@ -141,8 +147,8 @@ def _first_batches(config: Config, state: dict[str, Any] | None, train: Loader, 
 
 def _check_ids(config: Config, *loaders: Loader | None) -> None:
     for loader in filter(None, loaders):
-        for _, files in loader.dataset.corpora:
-            files.check_recorded_ids(int(config.model.vocab_size or 0))
+        for source in loader.dataset.sources:
+            source.files.check_recorded_ids(int(config.model.vocab_size or 0))
 
 
 def _refused(config: Config, state: dict[str, Any] | None, found: Identity) -> str:

@@ -6,7 +6,6 @@ Nothing is written before every rank has passed the checks.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
@@ -34,7 +33,7 @@ from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config, ModelConfig
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_folder
-from megatron_snip.files.json import write_atomic
+from megatron_snip.files.json import write_json
 from megatron_snip.interop.huggingface import check_model, is_hf_folder, load_hf, model_options
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant.adamw.expansion import LOW
@@ -330,7 +329,7 @@ def open_run_folder(config: Config, start: Start) -> None:
                 (run_dir / name).rename(aside / name)
     drop_later_plans(run_dir, start.iteration)
     options = {"run_id": start.run_id, **config.to_dict(), "versions": made_with()}
-    write_atomic(run_dir / "config.json", json.dumps(options, indent=1))
+    write_json(run_dir / "config.json", options)
 
 
 def drop_later_plans(run_dir: Path, iteration: int) -> None:
@@ -364,6 +363,12 @@ def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
             if old != value:
                 out.append(f"{name}: {old} -> {value}")
     return out
+
+
+def options_of(words: Sequence[str], groups: Sequence[str]) -> Config:
+    """Command-line options, on top of those of the run that --load names, if it is given."""
+    config = parse(words)
+    return with_saved_options(words, groups)[0] if config.checkpoint.load else config
 
 
 def with_saved_options(words: Sequence[str], groups: Sequence[str]) -> tuple[Config, Start]:

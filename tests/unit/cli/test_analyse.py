@@ -1,4 +1,4 @@
-"""tools/analyse.py, what needs no model; tests/dist/test_analyse.py has the rest."""
+"""megatron-snip analyse, what needs no model; tests/dist/test_analyse.py has the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_snip.cli import collect_stats
-from megatron_snip.cli.analyse import Sensitivity, parse_own, tokenised, warn_of_repeats, weights_of, write
+from megatron_snip.cli.analyse import Sensitivity, tokenised, warn_of_repeats, weights_of, write
+from megatron_snip.cli.parsers import PARSERS
 from megatron_snip.cli.shares import plan_and_try
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
@@ -35,7 +36,7 @@ def test_text_that_repeats_is_told(batches, said, tmp_path, caplog):
     with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
         builder.add_document([7] * 1024)
     words = f"model --data {tmp_path}/data --batches {batches} --batch-size 2 --seq-length 128"
-    warn_of_repeats(str(tmp_path / "data"), parse_own(words.split())[0], 0)
+    warn_of_repeats(str(tmp_path / "data"), PARSERS["analyse"]().parse_known_args(words.split())[0], 0)
     assert said in caplog.text and bool(caplog.text) == bool(said)
 
 
@@ -43,9 +44,9 @@ def test_text_that_trials_read_again_is_told(tmp_path, caplog):
     with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
         builder.add_document([7] * 1024)
     words = f"model --data {tmp_path}/data --batches 3 --batch-size 2 --seq-length 128"
-    warn_of_repeats(str(tmp_path / "data"), parse_own(words.split())[0], 256)
+    warn_of_repeats(str(tmp_path / "data"), PARSERS["analyse"]().parse_known_args(words.split())[0], 256)
     assert caplog.text == ""
-    warn_of_repeats(str(tmp_path / "data"), parse_own(words.split())[0], 257)
+    warn_of_repeats(str(tmp_path / "data"), PARSERS["analyse"]().parse_known_args(words.split())[0], 257)
     assert "3 batches of 2 x 128 and trials of 257 take 1,025: text repeats" in caplog.text
     assert "fewer --batches or --snip-trial-tokens" in caplog.text
 
@@ -102,7 +103,7 @@ def test_the_table_of_plans_by_hand(tmp_path):
     shapes, ones = SHAPES[:7], [1.0] * 7
     token = {"fp8": [1e-4] * 7, "mxfp4": [*[3e-3] * 3, math.nan, *[4e-3] * 3], "nvfp4_plain": [2e-3] * 7}
     stats = statistics(shapes, token, ones, dict.fromkeys(token, ones))
-    own, _ = parse_own(["model", "--data", "text"])
+    own, _ = PARSERS["analyse"]().parse_known_args(["model", "--data", "text"])
     options = {**MODEL, "num_layers": 1, "snip_options": "fp8,mxfp4,nvfp4_plain"}
     options |= {"precision": "snip", "snip_granularity": "linear"}
     planned = plan_and_try(Config().replace(**options), [stats], (0.4, 0.404, 0.5), None)

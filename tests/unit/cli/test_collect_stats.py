@@ -1,4 +1,4 @@
-"""tools/collect_stats.py: the statistics of the run's own probe, from a checkpoint that stays as it is."""
+"""megatron-snip probe: the statistics of the run's own probe, from a checkpoint that stays as it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.train.health import memory
 from tests.unit.snip.made_up import assert_same
 
-TOOL = Path(__file__).resolve().parents[3] / "tools/collect_stats.py"
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -88,6 +88,7 @@ def test_as_many_tokens_as_determine_the_plan_s_cost(collect, monkeypatch):
     monkeypatch.setattr(collect_stats, "suffices", lambda *of: asked.append(of) or len(asked) == 2)
     found = collect("--snip-probe-tokens", "auto")
     assert_same(found, collect("--snip-probe-tokens", "768"))
+    assert [request.target for _, _, request in asked] == [0.75, 0.75], "that of the plans, not of the run that probes"
 
 
 def test_a_run_in_samples_tells_its_iterations_by_them():
@@ -134,7 +135,8 @@ def test_bad_places(collect, finished_run, tmp_path):
 
 
 def test_the_program_ends_with_one_line(tmp_path):
-    words = [sys.executable, str(TOOL), "--load", str(tmp_path), "--output", str(tmp_path / "s.json")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=TOOL.parents[1])
+    words = [sys.executable, "-m", "megatron_snip.cli", "probe", "--load", str(tmp_path)]
+    words += ["--output", str(tmp_path / "s.json")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 2 and done.stderr.startswith(f"error: --load {tmp_path}: no checkpoint is there")
     assert done.stderr.count("\n") == 1 and done.stdout == ""

@@ -19,12 +19,11 @@ from megatron_snip.cli.evaluate import (
     known,
     load_tasks,
     model_of,
-    parse_own,
     plan_of,
     run_folder_of,
     scores_of,
 )
-from megatron_snip.cli.parsers import PRESETS
+from megatron_snip.cli.parsers import PARSERS, PRESETS
 from megatron_snip.config import Config
 from megatron_snip.mesh import Axis
 from megatron_snip.model.llama import LLAMA
@@ -93,7 +92,7 @@ def test_a_request_is_one_document_whatever_the_run_was_trained_on(tmp_path, mon
     ends = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
     found = (Config().replace(**run, **ends), start_of(tmp_path))
     monkeypatch.setattr(evaluate, "with_saved_options", lambda words, groups: found)
-    config, _, length = evaluate.options_of(*parse_own(["model", "--tasks", "piqa"]))
+    config, _, length = evaluate.options_of(*PARSERS["evaluate"]().parse_known_args(["model", "--tasks", "piqa"]))
     assert documents_of(config, Axis(1, 0, None)) is None and length == 128
 
 
@@ -117,7 +116,7 @@ def test_results_keep_values_with_their_errors():
 
 @pytest.mark.parametrize("word", ["--limit", "--batch-size", "--max-length", "--num-fewshot", "--bootstrap"])
 def test_numbers_out_of_range(word):
-    own, _ = parse_own(["model", "--tasks", "piqa", word, "-1"])
+    own, _ = PARSERS["evaluate"]().parse_known_args(["model", "--tasks", "piqa", word, "-1"])
     with pytest.raises(ValueError, match=rf"{word} is -1; give [012] or more"):
         check_own(own)
 
@@ -205,7 +204,7 @@ def test_a_try_does_not_pass_for_the_task(monkeypatch):
     monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **_: {"results": {"arc": {"acc,none": 0.5}}})
     words = ["model", "--tasks", "arc"]
     for more, name in ([], "arc"), (["--limit", "3", "--num-fewshot", "0"], "arc, num-fewshot 0, limit 3"):
-        own, _ = parse_own([*words, *more])
+        own, _ = PARSERS["evaluate"]().parse_known_args([*words, *more])
         assert evaluate.run(own, None, None, ["arc"]) == {name: {"acc": (0.5, None)}}
 
 

@@ -1,4 +1,4 @@
-"""tools/generate_plan.py: plans that reach the target, the best of them and the frontier, and that they train."""
+"""megatron-snip plan: plans that reach the target, the best of them and the frontier, and that they train."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shapes() -> list[LinearShape]:
 
 
 def test_plans_and_their_table(generate, tmp_path, finished_run):
-    said = generate("--efficiency-saving", "0.6")
+    said = generate("--snip-target", "0.6")
     plans = {name: Plan.load(tmp_path / f"plans/{name}.json") for name in NAMES}
     assert {p.name for p in (tmp_path / "plans").iterdir()} == {
         *(f"{name}.json" for name in NAMES), "pareto.json", "pareto.html",
@@ -73,13 +73,13 @@ def test_options_are_those_that_were_measured(generate, tmp_path, finished_run):
     stats = json.loads((finished_run / "stats/iter_0000003.json").read_text())
     stats["columns"] = [name.replace("fp8", "mxfp8").replace("fp4", "nvfp4") for name in stats["columns"]]
     (tmp_path / "stats.json").write_text(json.dumps(stats))
-    generate("--granularity", "linear", stats=tmp_path / "stats.json")
+    generate("--snip-granularity", "linear", stats=tmp_path / "stats.json")
     plan = Plan.load(tmp_path / "plans/best.json")
     assert {str(precision) for precision in plan.linears.values()} == {"mxfp8", "nvfp4"}
 
 
 def test_the_frontier(generate, tmp_path):
-    generate("--efficiency-saving", "0.62", "--granularity", "gemm")
+    generate("--snip-target", "0.62", "--snip-granularity", "gemm")
     found = json.loads((tmp_path / "plans/pareto.json").read_text())
     assert (found["objective"], found["measure"], found["iteration"]) == ("snip", "fp4", 3)
     frontier, best = found["frontier"], found["plans"]["best"]
@@ -99,20 +99,20 @@ def test_the_frontier(generate, tmp_path):
 
 def test_the_trainers_options_hold(generate, tmp_path):
     """Fixed linears bound what can be reached; stages each reach the target; BF16 counts time."""
-    generate("--efficiency-saving", "0.4", "--snip-fix", "layers.0.*=fp8", "--snip-objective", "abs_err")
+    generate("--snip-target", "0.4", "--snip-fix", "layers.0.*=fp8", "--snip-objective", "abs_err")
     best = Plan.load(tmp_path / "plans/best.json")
     assert {str(p) for name, p in best.linears.items() if name.startswith("layers.0.")} == {"fp8"}
     found = json.loads((tmp_path / "plans/pareto.json").read_text())
     assert best.objective == found["objective"] == "abs_err"
     assert found["frontier"][-1]["fp4_share"] == pytest.approx(0.5)
-    generate("--pipeline-model-parallel-size", "2", "--snip-stage-constraint", "each", "--efficiency-saving", "0.5")
+    generate("--pipeline-model-parallel-size", "2", "--snip-stage-constraint", "each", "--snip-target", "0.5")
     for name in NAMES:
         plan = Plan.load(tmp_path / f"plans/{name}.json")
         for block in range(2):
             part = [shape for shape in shapes() if shape.name.startswith(f"layers.{block}.")]
             kept = {shape.name: plan.linears[shape.name] for shape in part}
             assert Plan(0, kept).fp4_share(part) >= 0.5
-    said = generate("--options", "bf16,fp8", "--granularity", "linear", "--efficiency-saving", "0.3")
+    said = generate("--snip-options", "bf16,fp8", "--snip-granularity", "linear", "--snip-target", "0.3")
     heads, *rows = [re.split(r"  +", line) for line in said.splitlines()[:-1]]
     assert heads[:3] == ["plan", "time saved", "FP4 share"]
     assert all(float(row[1].rstrip("%")) >= 30 and row[2] == "0.00%" for row in rows)
@@ -124,9 +124,7 @@ def test_a_linear_that_is_not_finite_is_held(generate, finished_run, tmp_path):
     """In every plan, though the rules would not look."""
     stats, name = Statistics.load(finished_run / "stats/iter_0000003.json"), "layers.0.mlp.up_proj"
     changed(stats, name, "update", math.nan).save(tmp_path / "nan.json")
-    said = generate(
-        "--load", str(finished_run / "checkpoints"), "--efficiency-saving", "0.7", stats=tmp_path / "nan.json"
-    )
+    said = generate("--load", str(finished_run / "checkpoints"), "--snip-target", "0.7", stats=tmp_path / "nan.json")
     assert f"held at the base option, as statistics are not finite: {name}\n" in said
     for plan in NAMES:
         assert str(Plan.load(tmp_path / f"plans/{plan}.json").linears[name]) == "fp8", plan
@@ -138,12 +136,12 @@ def test_a_target_out_of_reach_of_what_is_finite(generate, finished_run, tmp_pat
     changed(stats, "layers.0.mlp.up_proj", "update", math.nan).save(tmp_path / "nan.json")
     held = "held at the base option, as statistics are not finite: "
     with pytest.raises(ValueError, match=rf"target 1 is out of reach: .*; {held}layers\.0\.mlp\.up_proj$"):
-        generate("--efficiency-saving", "1", stats=tmp_path / "nan.json")
+        generate("--snip-target", "1", stats=tmp_path / "nan.json")
     for name in stats.names:
         stats = changed(stats, name, "token/fp4", math.nan)
     stats.save(tmp_path / "nan.json")
     with pytest.raises(ValueError, match=rf"at most 0 .*; {held}layers\.0\..*_proj and 10 more$"):
-        generate("--efficiency-saving", "0.5", stats=tmp_path / "nan.json")
+        generate("--snip-target", "0.5", stats=tmp_path / "nan.json")
 
 
 def test_without_updates_there_are_plans_by_the_loss(generate, finished_run, tmp_path):
@@ -164,7 +162,7 @@ def test_without_updates_there_are_plans_by_the_loss(generate, finished_run, tmp
 
 def test_words_of_the_authors_workflow(finished_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["--efficiency-saving", "0.75", "--num-random", "5", "--random-seed", "0"]
+    words = ["--snip-target", "0.75", "--num-random", "5", "--random-seed", "0"]
     main(["--stats", str(finished_run / "stats/iter_0000003.json"), *words])
     plans = {*NAMES, "random_2", "random_3", "random_4"}
     assert {p.name for p in (tmp_path / "plans").iterdir()} == {
@@ -200,36 +198,27 @@ def test_where_the_model_comes_from(generate, finished_run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--efficiency-saving", "1.5"], "--efficiency-saving is 1.5; give a share, 0 to 1"),
+        (["--snip-target", "1.5"], "--snip-target is 1.5; give a share, 0 to 1"),
         (["--snip-weight", "-1"], "--snip-weight is -1.0; give 0 or more"),
         (["--snip-weight", "nan"], "--snip-weight is nan; give 0 or more"),
-        (["--efficiency-saving", "0.5", "--options", "fp8"],
-         r"--efficiency-saving 0.5 is more than the options fp8 can save \(0.000\); lower it or add an option"),
-        (["--snip-target", "0.5", "--snip-options", "fp8"], "--snip-target 0.5 is more than the options fp8"),
-        (["--efficiency-saving", "0.9", "--snip-fix", "layers.1.*=fp8"], "target 0.9 is out of reach: at most 0.5"),
-        (["--options", "fp8,fp3"], "--options fp8,fp3: fprop: unknown format 'fp3'; known: bf16"),
-        (["--options", "fp8,mxfp4"],
+        (["--snip-target", "0.5", "--snip-options", "fp8"],
+         r"--snip-target 0.5 is more than the options fp8 can save \(0.000\); lower it or add an option"),
+        (["--snip-target", "0.9", "--snip-fix", "layers.1.*=fp8"], "target 0.9 is out of reach: at most 0.5"),
+        (["--snip-options", "fp8,fp3"], "--snip-options fp8,fp3: fprop: unknown format 'fp3'; known: bf16"),
+        (["--snip-options", "fp8,mxfp4"],
          "statistics of iteration 3 have no token/mxfp4; measured formats: fp4, fp8, with updates; probe"),
-        (["--granularity", "layer"], "unknown granularity 'layer'; known: linear, gemm, fused"),
+        (["--snip-granularity", "layer"], "invalid choice 'layer' for argument '--snip-granularity'"),
         (["--snip-objective", "ggn"], "unknown objective 'ggn'; known: snip, abs_err, rel_err, random"),
         (["--num-layers", "3"], "has 14 linears, the model has 21; layers.2.self_attn.q_proj is not"),
         (["--ffn-hidden-size", "384"], "layers.0.mlp.gate_proj is 256 x 128 in the statistics and 384 x 128 in the"),
         (["--num-random", "-1"], "--num-random is -1, --random-seed 0; give 0 or more"),
         (["--gemm-times", "none.json"], "none.json: cannot read"),
-        (["--options", "fp8,fp4", "--snip-options=bf16,fp4"], "--snip-options are the same option"),
         (["--optoins", "fp8"], "unknown option --optoins; did you mean"),
     ],
 )  # fmt: skip
 def test_bad_options(words, said, generate):
     with pytest.raises(ValueError, match=said):
         generate(*words)
-
-
-def test_a_target_by_two_names_is_refused(generate):
-    with pytest.raises(ValueError) as error:
-        generate("--efficiency-saving", "0.6", "--snip-target", "0.3")
-    words = "--efficiency-saving and --snip-target are the same option; drop one"
-    assert str(error.value) == words
 
 
 UP = "layers.0.mlp.up_proj"
@@ -260,7 +249,7 @@ def test_statistics_alone_tell_the_model(generate, finished_run, tmp_path):
     linears = {name.replace("layers", "h"): linear for name, linear in values["linears"].items()}
     linears["h.1.extra"] = linears["h.1.mlp.up_proj"]
     (tmp_path / "alone.json").write_text(json.dumps({**values, "linears": linears}))
-    generate("--efficiency-saving", "0.5", stats=tmp_path / "alone.json")
+    generate("--snip-target", "0.5", stats=tmp_path / "alone.json")
     assert all(Plan.load(tmp_path / f"plans/{name}.json").linears.keys() == linears.keys() for name in NAMES)
 
 
@@ -284,7 +273,7 @@ def test_files_that_are_none(generate, finished_run, tmp_path):
 
 def test_every_plan_trains(generate, finished_run, tmp_path, monkeypatch):
     """From the checkpoint that they were made for, two iterations, with what each costs the loss."""
-    generate("--efficiency-saving", "0.5")
+    generate("--snip-target", "0.5")
     monkeypatch.setattr(runtime, "stop", lambda: None)
     monkeypatch.setattr(loop, "write_report", lambda run_dir: run_dir)
     monkeypatch.setattr(loop, "format_summary", lambda run_dir: "")

@@ -1,4 +1,4 @@
-"""tools/generate_plan.py --try and --snip-max-loss: the best plan is run before it is written."""
+"""megatron-snip plan --try and --snip-max-loss: the best plan is run before it is written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def last_line(said: str) -> str:
 def test_a_plan_that_was_tried(trying, generate, tmp_path, finished_run, monkeypatch):
     """The file of the best has what was measured; the others were not tried."""
     monkeypatch.setattr(trials.Predictions, "total_loss_divergence", lambda self, linears: -math.inf)
-    said = trying("--try", "--efficiency-saving", "0.5")
+    said = trying("--try", "--snip-target", "0.5")
     best = Plan.load(tmp_path / "plans/best.json")
     assert best.trial is not None and best.trial.tokens == 256
     assert [one["name"] for one in best.trial.tried] == ["solver", "lowest", "layer_id"], "three passes beside BF16's"
@@ -48,7 +48,7 @@ def test_a_plan_that_was_tried(trying, generate, tmp_path, finished_run, monkeyp
     assert best.achieved >= 0.5 and best.iteration == 3
     rows = json.loads((tmp_path / "plans/pareto.json").read_text())["plans"]
     before = best.linears
-    generate("--efficiency-saving", "0.5", "--granularity", "linear")
+    generate("--snip-target", "0.5", "--snip-granularity", "linear")
     plain = Plan.load(tmp_path / "plans/best.json")
     assert {row["bound"] for row in rows.values()} == {plain.solver.bound}, "whatever plan measured best"
     assert plain.trial is None and (plain.linears == before) == (best.trial.name == "solver")
@@ -63,7 +63,7 @@ def test_it_measures_what_the_run_would(trying, finished_run, tmp_path, monkeypa
             "train_iters": 4}  # fmt: skip
     folders = {"load": str(finished_run / "checkpoints"), "ckpt_step": 2, "save": str(tmp_path / "saves")}
     loop.train(Config().replace(**{**TINY, **snip, **folders, "run_dir": str(tmp_path / "run")}))
-    trying("--try", "--efficiency-saving", "0.5")
+    trying("--try", "--snip-target", "0.5")
     best, applied = Plan.load(tmp_path / "plans/best.json"), Plan.load(tmp_path / "run/plans/iter_0000003.json")
     assert best.hash == applied.hash and best.trial == applied.trial
 
@@ -117,8 +117,6 @@ def test_a_trial_that_fails_is_told(trying, monkeypatch):
         (["--snip-max-loss", "0.1", "--snip-trials", "0"], "--snip-max-loss 0.1 .* --snip-trials is 0; give 3 or more"),
         (["--snip-max-loss", "0.1", "--snip-target", "0.5"],
          "--snip-target and --snip-max-loss are alternatives, and both are given; drop one"),
-        (["--snip-max-loss=0.1", "--efficiency-saving", "0.5"],
-         "--efficiency-saving and --snip-max-loss are alternatives, and both are given; drop one"),
         (["--try", "--load", "nowhere"], "--load nowhere: no checkpoint is there"),
     ],
 )  # fmt: skip
@@ -130,7 +128,7 @@ def test_bad_trials(words, said, generate):
 def test_a_saving_replaces_the_loss_of_a_file(generate, tmp_path):
     """The command line wins, and nothing is tried."""
     (tmp_path / "options.toml").write_text("snip-max-loss = 0.1\n")
-    generate("--config", str(tmp_path / "options.toml"), "--efficiency-saving", "0.5")
+    generate("--config", str(tmp_path / "options.toml"), "--snip-target", "0.5")
     best = Plan.load(tmp_path / "plans/best.json")
     assert best.target == 0.5 and best.trial is None
 

@@ -1,4 +1,4 @@
-"""tools/merge_datasets.py: folders and prefixes, and the errors."""
+"""megatron-snip merge: folders and prefixes, and the errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/profile_gemms.py: shapes and shards, the table's unit, and a real run that the planner reads."""
+"""megatron-snip profile: shapes and shards, the table's unit, and a real run that the planner reads."""
 
 from __future__ import annotations
 

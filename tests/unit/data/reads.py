@@ -14,10 +14,10 @@ import numpy as np
 class Reads:
     """Sample i is i, i + 1, ...; reading one takes ``seconds``, and what ``at`` names goes wrong.
 
-    corpora, size: as of any dataset.  holding: keep the interpreter's lock for as long, as a page fault does.
+    sources, size: as of any dataset.  holding: keep the interpreter's lock for as long, as a page fault does.
     """
 
-    corpora = ()
+    sources = ()
     rounds = ranges = ()
 
     def __init__(self, size=10**6, seq_length=4, seconds=0.0, *, holding=False, fails_at=None, dies_at=None):

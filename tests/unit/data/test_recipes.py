@@ -127,5 +127,5 @@ def test_mixing(tokenizer: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
         seq_length=m.seq_length, seed=1, vocab_size=512, cache_path=data.data_cache_path,
     )  # fmt: skip
     assert [len(train[i]) for i in (0, 50, 99)] == [2049] * 3
-    shares = {corpus.prefix: weight for weight, corpus in train.corpora}
+    shares = {source.files.prefix: source.weight for source in train.sources}
     assert shares == pytest.approx({"tokens/slimpajama_text_document": 0.7, "tokens/starcoder_content_document": 0.3})

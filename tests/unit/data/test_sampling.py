@@ -343,6 +343,8 @@ class TestWithMegatron:
 
 def test_a_repeated_dataset_keeps_the_order_and_begins_again():
     class Few:
+        sources = ()
+
         def __len__(self) -> int:
             return 3
 

@@ -32,7 +32,7 @@ def found(model, nats, lone_mesh, passes=16, asked=None, predict=None):
     asked = request(COSTS, 1.0) if asked is None else asked
     trials = Trials(model, model.linears, lone_mesh, torch.device("cpu"))
     pending = Pending(7, 7, tuple(map(str, OPTIONS)), "snip", asked, "fp4", nats)
-    propose = proposals(pending, build_plan_of(asked), SHAPES, "nominal", None, 1)
+    propose = proposals(pending, build_plan_of(asked), SHAPES, "nominal", None)
     tried = judged(trials.run(propose, passes, predict, to_the_end=True), nats)
     return with_record(tried, trials.tokens), tried
 

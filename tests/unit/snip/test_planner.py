@@ -7,8 +7,6 @@ import pytest
 
 from megatron_snip.config import Config
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan.cost import NOMINAL
-from megatron_snip.snip.plan.options import check_choices
 from megatron_snip.snip.planner import Planner
 from tests.unit.snip.made_up import statistics
 from tests.unit.train.recorded import MODEL, SHAPES
@@ -32,8 +30,7 @@ def regret(each: list[Statistics], target=0.5) -> float | None:
     config = Config().replace(
         **{**MODEL, "num_layers": 1}, snip_target=target, snip_options="fp8,fp4", snip_granularity="linear"
     )
-    choices = check_choices(config.snip, LINEARS)
-    planner = Planner(config, Statistics.mean(each), LINEARS, choices, NOMINAL)
+    planner = Planner.of(config, Statistics.mean(each), LINEARS)
     return planner.regret(planner.solve("snip"), each)
 
 

@@ -59,7 +59,7 @@ def try_plans(model, asked, lone_mesh, passes=16, in_force=None, predict=None):
     solved = plan_of(asked.solve())
     trials = Trials(model, model.linears, lone_mesh, torch.device("cpu"))
     proposals = Proposals(
-        lambda: first_plans(solved, asked, SHAPES, OPTIONS, plan_of, in_force, 1), asked, SHAPES, OPTIONS, plan_of
+        lambda: first_plans(solved, asked, SHAPES, OPTIONS, plan_of, in_force), asked, SHAPES, OPTIONS, plan_of
     )
     tried = trials.run(proposals, passes, predict)
     return trials, tried, with_record(tried, trials.tokens)
@@ -222,7 +222,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(lone_mesh, caplog):
     costs = {name: {"bf16": 0.0, "fp8": 0.0, "fp4": cost} for name, cost in zip(NAMES, COSTS)}
     solved = plan_of(asked.solve())
     trials = Trials(model, model.linears, lone_mesh, torch.device("cpu"))
-    first = partial(first_plans, solved, asked, SHAPES, OPTIONS, plan_of, None, 1)
+    first = partial(first_plans, solved, asked, SHAPES, OPTIONS, plan_of, None)
     proposals = Proposals(first, asked, SHAPES, OPTIONS, plan_of)
     with caplog.at_level(logging.INFO):
         tried, best = try_plan(trials, proposals, 8, solved, Predictions(costs, {}))

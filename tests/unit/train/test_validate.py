@@ -87,10 +87,10 @@ def test_every_numeric_option_has_a_range():
         "profile_ranks", "rampup_batch_size", "snip_apply_lag", "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     }  # fmt: skip
-    assert {name for names in RANGES.values() for name in names} | own_rules == numeric_options()
+    assert {name for _, names in RANGES.values() for name in names} | own_rules == numeric_options()
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in RANGES.items() for name in names])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (_, names) in RANGES.items() for name in names])
 def test_numbers_out_of_range_are_named(kind, name):
     too_high = {"0 or more and less than 1": 1.0, "0 to 4294967295": 2**32, "a share, 0 to 1": 1.01}
     for value in (-1, float("nan"), float("inf"), too_high.get(kind, -2)):
