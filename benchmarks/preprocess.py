@@ -1,4 +1,4 @@
-r"""Tokenising a file: `megatron-snip preprocess` beside Megatron-LM's script of that name.
+r"""Tokenising a file: tools/preprocess_data.py beside Megatron-LM's script of that name.
 
     python benchmarks/preprocess.py --megatron Megatron-LM --input train.jsonl --workers 2 \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --json preprocess.json
@@ -38,7 +38,7 @@ def commands(megatron: Path) -> dict[str, tuple[list[str], Path]]:
     theirs = [sys.executable, "-W", "ignore", "-c", LAUNCH, str(megatron / "tools/preprocess_data.py")]
     return {
         "Megatron-LM": (theirs, megatron),
-        "megatron_snip": ([sys.executable, "-m", "megatron_snip.cli", "preprocess"], ROOT),
+        "megatron_snip": ([sys.executable, str(ROOT / "tools/preprocess_data.py")], ROOT),
     }
 
 

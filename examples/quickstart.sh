@@ -51,19 +51,19 @@ make_once() {
 
 gather() {
     local bytes="$1"
-    python -m megatron_snip.cli gather --output "$data/text.partial" --max-bytes "$bytes" \
+    python tools/gather_text.py --output "$data/text.partial" --max-bytes "$bytes" \
         --min-bytes "$((bytes < 4000000 ? bytes : 4000000))"
 }
 
 train_tokenizer() {
-    python -m megatron_snip.cli tokenizer --input "$data/text/train.jsonl" --vocab-size 4096 --max-bytes 8000000 \
+    python tools/train_tokenizer.py --input "$data/text/train.jsonl" --vocab-size 4096 --max-bytes 8000000 \
         --output-prefix "$data/tokenizer.partial/tokenizer"
 }
 
 tokenize() {
     local part
     for part in train valid; do
-        python -m megatron_snip.cli preprocess --input "$data/text/$part.jsonl" \
+        python tools/preprocess_data.py --input "$data/text/$part.jsonl" \
             --output-prefix "$data/tokens.partial/$part" --append-eod --workers 2 \
             --tokenizer-type SentencePieceTokenizer --tokenizer-model "$data/tokenizer/tokenizer.model"
     done

@@ -84,7 +84,7 @@ def launched(command: str, stubs: Path, folder: Path) -> tuple[str, int]:
     """Run a launch command with the stand-in for torchrun; the output and world size it would have."""
     variables, words = split_environment(command)
     if "--config" in words and not (ROOT / words[words.index("--config") + 1]).exists():
-        # what `megatron-snip convert import` writes: the options of the model, without the length of a sample
+        # what tools/convert_checkpoint.py import writes: the options of the model, without the length of a sample
         model = (ROOT / "examples/llama_1b/llama_1b.toml").read_text().partition("[model]")[2].partition("\n[")[0]
         model = re.sub("\nseq-length.*", "", model)
         (folder / "model.toml").write_text(model)
@@ -177,7 +177,7 @@ def test_options_named_in_prose_exist(path: Path) -> None:
     names = {name.replace("_", "-") for name in option_groups()}
     if path.name == "from_megatron.md":
         names |= set().union(*megatron_options.tables()[:4])
-    scripts = [path for folder in ("benchmarks", "megatron_snip/cli") for path in (ROOT / folder).glob("*.py")]
+    scripts = [path for folder in ("tools", "benchmarks", "megatron_snip/cli") for path in (ROOT / folder).glob("*.py")]
     names |= {option for script in scripts for option in re.findall(r'"--([a-z][a-z-]+)"', script.read_text())}
     known = (
         names

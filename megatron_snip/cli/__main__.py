@@ -70,6 +70,11 @@ def _run(name: str, words: Sequence[str]) -> int:
         return module.main(words) or 0
 
 
+def script(name: str) -> None:
+    """What a script in tools/ runs: a command under the script's own name."""
+    sys.exit(run(name, sys.argv[1:]))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.  Returns the exit status, 2 for an unknown command."""
     words = list(sys.argv[1:] if arguments is None else arguments)

@@ -1,4 +1,4 @@
-"""megatron-snip analyse: from a Hugging Face folder and a text to sensitivities, plans and a page."""
+"""tools/analyse.py: from a Hugging Face folder and a text to sensitivities, plans and a page."""
 
 from __future__ import annotations
 

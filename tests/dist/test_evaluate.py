@@ -1,4 +1,4 @@
-"""megatron-snip evaluate: its scores are those of lm-eval's own model of transformers, and where they go."""
+"""tools/evaluate.py: its scores are those of lm-eval's own model of transformers, and where they go."""
 
 from __future__ import annotations
 

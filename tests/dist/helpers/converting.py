@@ -81,13 +81,13 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
 
 
 def collect(*words: str) -> None:
-    """megatron-snip probe."""
+    """tools/collect_stats.py."""
     runtime.stop = lambda: None
     collect_stats.main(words)
 
 
 def analyse(*words: str) -> tuple[str, str]:
-    """megatron-snip analyse: what it prints, what it refuses."""
+    """tools/analyse.py: what it prints, what it refuses."""
     runtime.stop = lambda: None
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:

@@ -59,7 +59,7 @@ def one_after_another(*calls: tuple[Any, ...]) -> list[Any]:
 
 
 def evaluate(cache: Path, *calls: tuple[str, ...]) -> list[tuple[str, str]]:
-    """megatron-snip evaluate, once for each list of words: what it prints, what it refuses."""
+    """tools/evaluate.py, once for each list of words: what it prints, what it refuses."""
     found = []
     runtime.stop = lambda: None  # the harness stops
     with offline(cache / str(dist.get_rank())):

@@ -22,7 +22,7 @@ def save_run(options: dict[str, Any]) -> None:
 
 
 def collect(words: list[str], output: Path) -> Statistics:
-    """megatron-snip probe on the ranks that are here."""
+    """tools/collect_stats.py on the ranks that are here."""
     from megatron_snip.cli import collect_stats
 
     runtime.stop = dist.barrier  # the harness leaves the group

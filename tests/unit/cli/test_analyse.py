@@ -1,4 +1,4 @@
-"""megatron-snip analyse, what needs no model; tests/dist/test_analyse.py has the rest."""
+"""tools/analyse.py, what needs no model; tests/dist/test_analyse.py has the rest."""
 
 from __future__ import annotations
 

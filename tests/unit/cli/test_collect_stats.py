@@ -1,4 +1,4 @@
-"""megatron-snip probe: the statistics of the run's own probe, from a checkpoint that stays as it is."""
+"""tools/collect_stats.py: the statistics of the run's own probe, from a checkpoint that stays as it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.train.health import memory
 from tests.unit.snip.made_up import assert_same
 
-ROOT = Path(__file__).resolve().parents[3]
+TOOL = Path(__file__).resolve().parents[3] / "tools/collect_stats.py"
 
 
 @pytest.fixture
@@ -135,8 +135,7 @@ def test_bad_places(collect, finished_run, tmp_path):
 
 
 def test_the_program_ends_with_one_line(tmp_path):
-    words = [sys.executable, "-m", "megatron_snip.cli", "probe", "--load", str(tmp_path)]
-    words += ["--output", str(tmp_path / "s.json")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    words = [sys.executable, str(TOOL), "--load", str(tmp_path), "--output", str(tmp_path / "s.json")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=TOOL.parents[1])
     assert done.returncode == 2 and done.stderr.startswith(f"error: --load {tmp_path}: no checkpoint is there")
     assert done.stderr.count("\n") == 1 and done.stdout == ""

@@ -1,4 +1,4 @@
-"""megatron-snip export: what it writes is read by the programs that it is for, where they run on a CPU."""
+"""tools/export_plan.py: what it writes is read by the programs that it is for, where they run on a CPU."""
 
 from __future__ import annotations
 

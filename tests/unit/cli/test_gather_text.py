@@ -1,4 +1,4 @@
-"""megatron-snip gather: what is taken, the order, the split, and too little text."""
+"""tools/gather_text.py: what is taken, the order, the split, and too little text."""
 
 from __future__ import annotations
 

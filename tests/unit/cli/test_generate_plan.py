@@ -1,4 +1,4 @@
-"""megatron-snip plan: plans that reach the target, the best of them and the frontier, and that they train."""
+"""tools/generate_plan.py: plans that reach the target, the best of them and the frontier, and that they train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""megatron-snip plan --try and --snip-max-loss: the best plan is run before it is written."""
+"""tools/generate_plan.py --try and --snip-max-loss: the best plan is run before it is written."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -45,10 +46,20 @@ def test_a_command_gives_its_words_to_its_main(name, monkeypatch):
     assert sys.argv == [f"megatron-snip {name}", "--a", "b"]
 
 
-def test_a_failure_is_the_status_of_the_command(monkeypatch):
+def test_a_failure_is_the_status_of_the_command_and_of_its_script(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x"])
     monkeypatch.setattr(importlib.import_module("megatron_snip.cli.show_plan"), "main", lambda words: 7)
     assert main(["show"]) == 7
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools/show_plan.py"), run_name="__main__")
+    assert ended.value.code == 7
+
+
+def test_every_script_of_tools_is_a_command():
+    doors = {path.stem: path.read_text() for path in (ROOT / "tools").glob("*.py")}
+    modules = {module.partition(".")[2]: name for name, (module, _) in COMMANDS.items() if name != "train"}
+    assert doors.keys() == modules.keys()
+    assert all(f'script("{name}")' in doors[module] for module, name in modules.items())
 
 
 #: What each command says to --help, and whether that imports torch.
@@ -76,6 +87,7 @@ def helps():
 def test_help_has_the_commands_name_and_no_default_of_what_is_required(name, helps):
     assert f"usage: megatron-snip {name} " in helps[name].replace("\n", " ")
     assert not re.search(r"required\W*(│\s*│\s*)?\(default", helps[name])
+    assert "python tools/" not in helps[name], "an installed package has no such folder"
 
 
 def test_help_of_no_command_imports_torch(helps):
@@ -111,9 +123,7 @@ def test_the_version_stands_in_one_place():
     assert 'dynamic = ["version"]' in project and 'attr = "megatron_snip.__version__"' in project
 
 
-@pytest.mark.parametrize(
-    "program", ["pretrain_llama.py --help", "-m megatron_snip.cli gather --source docs --min-bytes 1"]
-)
+@pytest.mark.parametrize("program", ["pretrain_llama.py --help", "tools/gather_text.py --source docs --min-bytes 1"])
 def test_a_reader_that_stops_reading_sees_no_traceback(program, tmp_path):
     words = [sys.executable, *program.split(), *(["--output", str(tmp_path)] if "gather" in program else [])]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""megatron-snip merge: folders and prefixes, and the errors."""
+"""tools/merge_datasets.py: folders and prefixes, and the errors."""
 
 from __future__ import annotations
 

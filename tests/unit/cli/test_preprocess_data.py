@@ -1,4 +1,4 @@
-"""megatron-snip preprocess: contents, independence of the workers, errors, and the bare command."""
+"""tools/preprocess_data.py: contents, independence of the workers, errors, and the bare command."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_workers_change_nothing_and_the_command_runs(tmp_path):
     assert Path(source).stat().st_size > 2 * documents_of.PIECE_BYTES
     results = []
     for workers in (1, 2):
-        command = [sys.executable, "-m", "megatron_snip.cli", "preprocess", "--input", source, *NULL]
+        command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", source, *NULL]
         command += ["--output-prefix", str(tmp_path / f"w{workers}"), "--workers", str(workers), "--partitions", "2"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)

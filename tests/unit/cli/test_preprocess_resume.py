@@ -1,4 +1,4 @@
-"""megatron-snip preprocess killed at any moment: the next go gives the bytes of a run that was left alone."""
+"""tools/preprocess_data.py killed at any moment: the next go gives the bytes of a run that was left alone."""
 
 from __future__ import annotations
 

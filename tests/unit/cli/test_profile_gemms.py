@@ -1,4 +1,4 @@
-"""megatron-snip profile: shapes and shards, the table's unit, and a real run that the planner reads."""
+"""tools/profile_gemms.py: shapes and shards, the table's unit, and a real run that the planner reads."""
 
 from __future__ import annotations
 

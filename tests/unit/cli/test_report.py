@@ -1,4 +1,4 @@
-"""megatron-snip report: a report for each run, one of several, and one line for what is wrong."""
+"""tools/report.py: a report for each run, one of several, and one line for what is wrong."""
 
 from __future__ import annotations
 

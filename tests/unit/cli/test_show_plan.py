@@ -1,4 +1,4 @@
-"""megatron-snip show: the table, the overview and the comparison."""
+"""tools/show_plan.py: the table, the overview and the comparison."""
 
 from __future__ import annotations
 

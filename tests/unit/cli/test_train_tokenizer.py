@@ -1,4 +1,4 @@
-"""megatron-snip tokenizer: Llama-like ids, equal runs, and the errors."""
+"""tools/train_tokenizer.py: Llama-like ids, equal runs, and the errors."""
 
 from __future__ import annotations
 

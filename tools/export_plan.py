@@ -1,0 +1,6 @@
+"""Runs `megatron-snip export` from a checkout."""
+
+from megatron_snip.cli.__main__ import script
+
+if __name__ == "__main__":
+    script("export")
