@@ -70,7 +70,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan [G], its cost, a lower bound on every plan's cost, and a status of STATUSES."""
+    """A plan [G], its cost, a lower bound on every plan's cost, and a status of STATUSES.
+
+    If the longest is minimised, cost and bound are the longest's.
+    """
 
     choice: Ints
     cost: float
@@ -127,7 +130,9 @@ def run_highs(model: Model, effort: Effort) -> Answer | None:
     likely = np.full(model.cost.shape, -1.0)
     likely[group, option] = values[:-1]
     choice = likely.argmax(axis=1)
-    cost, bound = model.cost_of(choice), float(highs.getInfo().mip_dual_bound) * scale
+    info = highs.getInfo()
+    cost = model.cost_of(choice) if model.longest is None else float(info.objective_function_value)
+    bound = float(info.mip_dual_bound) * scale
     return Answer(choice, cost, min(bound, cost) if np.isfinite(bound) else 0.0, status)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_snip.train.dry_run.by_linear import Input, Linears
 from megatron_snip.train.dry_run.counts import Counts, Tracker
 
 OUTSIDE = -1
@@ -27,31 +28,41 @@ class Phase:
 
     kept leaves out the microbatch that the phase itself runs of its block.
     whole: how many microbatches all blocks of the rank keep.
+    flight: block -> how many it keeps, as in kept.  weights: with `Linears`, see there; the larger number of the
+    phase's beginning and end.
     """
 
     block: int
     peak: int
     kept: Mapping[int, int]
     whole: int
+    flight: Mapping[int, int] = field(default_factory=dict)
+    weights: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Phases:
     """The phases of a stretch in order; of each block, the counts of all its phases, and the bytes that a microbatch
-    keeps: block -> bytes.  forwards: how many microbatches ran.
+    keeps: block -> bytes.  forwards: how many microbatches ran.  inputs: with `Linears`, see there.
     """
 
     order: tuple[Phase, ...] = ()
     counts: Mapping[int, Counts] = field(default_factory=dict)
     each: Mapping[int, int] = field(default_factory=dict)
     forwards: int = 1
+    inputs: Mapping[str, Input] = field(default_factory=dict)
 
 
 class Recorder:
-    """Hooks on the blocks of a rank that note where phases begin.  kept: bytes that forwards have made and hold."""
+    """Hooks on the blocks of a rank that note where phases begin.  kept: bytes that forwards have made and hold.
 
-    def __init__(self, tracker: Tracker, stages: Mapping[int, Any], kept: Callable[[], int]) -> None:
-        self.tracker, self.kept = tracker, kept
+    linears: also records what depends on the formats of linears.
+    """
+
+    def __init__(
+        self, tracker: Tracker, stages: Mapping[int, Any], kept: Callable[[], int], linears: Linears | None = None
+    ) -> None:
+        self.tracker, self.kept, self.linears = tracker, kept, linears
         self.blocks = [index for stage in stages.values() for index in stage.blocks()]
         self.begin()
         for stage in stages.values():
@@ -64,10 +75,14 @@ class Recorder:
         self.seen: Counter[int] = Counter()  # forwards of each block
         self.marks: list[tuple[int, int, dict[tuple[int, int], int], Counts]] = []
         self.each: dict[int, int] = {}
+        self.weights: list[Mapping[str, int]] = []
+        if self.linears is not None:
+            self.linears.begin()
         self._mark(OUTSIDE)
 
     def _mark(self, block: int) -> None:
         self.marks.append((len(self.tracker.memory.log), block, dict(self.held), self.tracker.counts.copy()))
+        self.weights.append(self.linears.weights() if self.linears is not None else {})
 
     def _watch(self, index: int, block: nn.Module, *, first: bool) -> None:
         before = [0]
@@ -103,7 +118,7 @@ class Recorder:
         changes = [change for _, change in self.tracker.memory.log]
         live = np.concatenate([[0], np.cumsum(np.array(changes, dtype=np.int64))])
         ends = [*(place for place, *_ in self.marks[1:]), len(changes)]
-        last = self.tracker.counts
+        last, weights = self.tracker.counts, [*self.weights, self.linears.weights() if self.linears is not None else {}]
         order, counts = [], {block: Counter[tuple[str | int, ...]]() for block in (*self.blocks, OUTSIDE)}
         for number, (place, block, held, before) in enumerate(self.marks):
             after = self.marks[number + 1][3] if number + 1 < len(self.marks) else last
@@ -115,5 +130,8 @@ class Recorder:
                 kept[each] += size
             microbatches = Counter(each for each, _ in held)
             whole = min((microbatches[each] for each in self.blocks), default=0)
-            order.append(Phase(block, int(live[place : ends[number] + 1].max()), dict(kept), whole))
-        return Phases(tuple(order), counts, dict(self.each), max(self.seen.values(), default=1))
+            most = {name: max(size, weights[number + 1][name]) for name, size in weights[number].items()}
+            peak = int(live[place : ends[number] + 1].max())
+            order.append(Phase(block, peak, dict(kept), whole, dict(microbatches), most))
+        inputs = self.linears.inputs if self.linears is not None else {}
+        return Phases(tuple(order), counts, dict(self.each), max(self.seen.values(), default=1), dict(inputs))

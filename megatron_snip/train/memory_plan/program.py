@@ -93,10 +93,10 @@ def peaks_of(runs: Runs) -> Peaks:
                 bases.append(0)
             values.append(of_phase)
             names.append(of_choices[0][0].name)
-    return _undominated(Peaks(np.array(bases), np.array(values), tuple(names)))
+    return undominated(Peaks(np.array(bases), np.array(values), tuple(names)))
 
 
-def _undominated(peaks: Peaks) -> Peaks:
+def undominated(peaks: Peaks) -> Peaks:
     """Without phases that another exceeds in every plan, comparing entry by entry."""
     flat = np.column_stack([peaks.base, peaks.values.reshape(len(peaks.base), -1)])
     flat, first = np.unique(flat, axis=0, return_index=True)
