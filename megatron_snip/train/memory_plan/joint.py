@@ -200,8 +200,8 @@ class Chosen:
     peaks: tuple[int, ...]
     seconds: tuple[float, ...]
     quality: float
-    status: str
-    gap: float
+    status: str = "given"
+    gap: float = 0.0
 
 
 def solve(problem: Problem, budget: int, quality: float) -> Chosen:
@@ -209,45 +209,51 @@ def solve(problem: Problem, budget: int, quality: float) -> Chosen:
 
     Raises UserError with what is missing if nothing fits.
     """
-    fastest, rows = _fastest(problem, budget, quality)
-    most = max(fastest.seconds) * (1 + BUDGET_TOLERANCE)
-    rows += [
-        scaled(problem.whole(at, rank.seconds(problem.width)), most) for at, rank in enumerate(problem.ranks)
-    ]
-    least = problem.cost.min(axis=1, where=problem.allowed, initial=np.inf)
-    cost = problem.by_option(np.where(problem.allowed, problem.cost - least[:, None], np.inf), np.inf)
-    cost += np.where(np.isfinite(_open(problem)), 0.0, np.inf)
-    answer = run_highs(Model(cost, rows), _effort())
-    if answer is None or not all(row.holds(answer.choice) for row in rows):
+    fastest = _fastest(problem, budget, quality)
+    found = least_loss(problem, budget, max(fastest.seconds))
+    if found is None or found.quality > fastest.quality:
         return fastest
-    found = _chosen(problem, answer, fastest.gap, worst(fastest.status, answer.status))
-    return found if found.quality <= fastest.quality else fastest
+    return dataclasses.replace(found, gap=fastest.gap, status=worst(fastest.status, found.status))
+
+
+def least_loss(problem: Problem, budget: int, seconds: float) -> Chosen | None:
+    """The plan of least quality loss that fits ``budget`` bytes and ``seconds`` on every rank; None if none is found.
+
+    gap: of its quality loss.
+    """
+    rows = [*_links(problem), *_limits(problem, np.inf), *_memory(problem, budget)]
+    tables = [problem.whole(at, rank.seconds(problem.width)) for at, rank in enumerate(problem.ranks)]
+    rows += [scaled(table, seconds * (1 + BUDGET_TOLERANCE)) for table in tables]
+    least = problem.cost.min(axis=1, where=problem.allowed, initial=np.inf)
+    answer = run_highs(Model(problem.by_option(problem.cost - least[:, None]) + _open(problem), rows), _effort())
+    if answer is None or not all(row.holds(answer.choice) for row in rows):
+        return None
+    return _chosen(problem, answer, 1 - answer.bound / answer.cost if answer.cost > 0 else 0.0)
 
 
 def separately(problem: Problem, budget: int, options: Ints) -> Chosen:
     """The fastest plan in which units take these options [U].  Raises UserError if none fits."""
     fixed = np.arange(problem.cost.shape[1]) == options[:, None]
-    return _fastest(dataclasses.replace(problem, allowed=fixed, limits=()), budget, np.inf)[0]
+    return _fastest(dataclasses.replace(problem, allowed=fixed, limits=()), budget, np.inf)
 
 
 def _effort() -> Effort:
     return Effort(_GAP, _NODES, _SECONDS, time.perf_counter())
 
 
-def _fastest(problem: Problem, budget: int, quality: float) -> tuple[Chosen, list[Row]]:
-    """Step 1, and its rows without those of time."""
-    others = [*_links(problem), *_limits(problem, quality)]
-    memory = [row for at, peaks in enumerate(problem.peaks) for row in _memory(problem, at, peaks, budget)]
+def _fastest(problem: Problem, budget: int, quality: float) -> Chosen:
+    """The plan of step 1."""
+    rows = [*_links(problem), *_limits(problem, quality)]
+    fitting = [*rows, *_memory(problem, budget)]
     tables = [problem.whole(at, rank.seconds(problem.width)) for at, rank in enumerate(problem.ranks)]
     unit = max(float(table.max()) for table in tables) or 1.0
     slowest = [Row(table / unit, 0.0, z=1.0) for table in tables]
-    answer = run_highs(Model(_open(problem), [*others, *memory, *slowest], longest=0.0), _effort())
-    if answer is None or not all(row.holds(answer.choice) for row in [*others, *memory]):
-        raise _short(problem, others, budget)
-    found = _chosen(problem, answer, 0.0, answer.status)
+    answer = run_highs(Model(_open(problem), [*fitting, *slowest], longest=0.0), _effort())
+    if answer is None or not all(row.holds(answer.choice) for row in fitting):
+        raise _short(problem, rows, budget)
+    found = _chosen(problem, answer, 0.0)
     taken = max(found.seconds)
-    gap = max(0.0, 1 - answer.bound * unit / taken) if taken > 0 else 0.0
-    return dataclasses.replace(found, gap=gap), [*others, *memory]
+    return dataclasses.replace(found, gap=max(0.0, 1 - answer.bound * unit / taken) if taken > 0 else 0.0)
 
 
 def _open(problem: Problem) -> Floats:
@@ -298,39 +304,47 @@ def _limits(problem: Problem, quality: float) -> list[Row]:
     return rows
 
 
-def _memory(problem: Problem, at: int, peaks: Peaks, budget: int, z: float = 0.0) -> list[Row]:
-    unit = float(np.abs(peaks.values).max()) or 1.0
-    return [
-        Row(problem.whole(at, values) / unit, (budget - base) / unit, z=z * GIB / unit)
-        for values, base in zip(peaks.values, peaks.base.tolist(), strict=True)
-    ]
+def _memory(problem: Problem, budget: int, z: float = 0.0) -> list[Row]:
+    """Rows of the phases; with ``z``, of their bytes beyond the budget against the longest, in GiB."""
+    rows = []
+    for at, peaks in enumerate(problem.peaks):
+        unit = float(np.abs(peaks.values).max()) or 1.0
+        for values, base in zip(peaks.values, peaks.base.tolist(), strict=True):
+            rows.append(Row(problem.whole(at, values) / unit, (budget - base) / unit, z=z * GIB / unit))
+    return rows
 
 
-def _chosen(problem: Problem, answer: Answer, gap: float, status: str) -> Chosen:
-    options, blocks, peaks, seconds = np.zeros(len(problem.cost), np.int64), [], [], []
+def _chosen(problem: Problem, answer: Answer, gap: float) -> Chosen:
+    options, blocks = np.zeros(len(problem.cost), np.int64), []
+    for rank, start in zip(problem.ranks, problem.starts, strict=False):
+        columns = answer.choice[start : start + len(rank.members)]
+        options[rank.members], choice = columns // problem.choices, columns % problem.choices
+        assert (choice == choice[rank.first][rank.block]).all(), "a block has one choice"
+        blocks.append(choice[rank.first].tolist())
+    return dataclasses.replace(given(problem, options, blocks), status=answer.status, gap=gap)
+
+
+def given(problem: Problem, options: Ints, blocks: Sequence[Sequence[int]]) -> Chosen:
+    """What a plan takes: the options of units [U], and of each rank the choices of its blocks."""
+    peaks, seconds, choices = [], [], problem.choices
     for at, rank in enumerate(problem.ranks):
-        columns = answer.choice[problem.starts[at] : problem.starts[at + 1]].copy()
-        of_units = columns[: len(rank.members)]
-        options[rank.members] = of_units // problem.choices
-        choice = of_units[rank.first] % problem.choices
-        assert (of_units % problem.choices == choice[rank.block]).all(), "a block has one choice"
-        for place, one in enumerate(rank.inputs):  # without forms that no unit needs
-            needed = tuple(sorted({one.forms[options[rank.members[u]]] for u in one.units}))
-            columns[len(rank.members) + place] = one.sets.index(needed) * problem.choices + choice[one.block]
-        blocks.append(tuple(choice.tolist()))
+        choice, own = np.array(blocks[at], np.int64), options[rank.members]
+        columns = (own * choices + choice[rank.block]).tolist()
+        for one in rank.inputs:
+            needed = tuple(sorted({one.forms[own[u]] for u in one.units}))
+            columns.append(one.sets.index(needed) * choices + int(choice[one.block]))
         peaks.append(problem.peaks[at].of(columns)[0])
         seconds.append(float(rank.seconds(problem.width)[np.arange(rank.groups), columns].sum()))
     quality = float(problem.cost[np.arange(len(options)), options].sum())
-    return Chosen(options, tuple(blocks), tuple(peaks), tuple(seconds), quality, status, gap)
+    return Chosen(options, tuple(map(tuple, blocks)), tuple(peaks), tuple(seconds), quality)
 
 
-def _short(problem: Problem, others: Sequence[Row], budget: int) -> UserError:
+def _short(problem: Problem, rows: Sequence[Row], budget: int) -> UserError:
     """The error for a budget that no plan fits."""
-    memory = [row for at, peaks in enumerate(problem.peaks) for row in _memory(problem, at, peaks, 0, z=1.0)]
-    answer = run_highs(Model(_open(problem), [*others, *memory], longest=0.0), _effort())
+    answer = run_highs(Model(_open(problem), [*rows, *_memory(problem, 0, z=1.0)], longest=0.0), _effort())
     if answer is None:
-        return UserError("no plan keeps all limits; raise one, or --snip-target's quality loss with it")
-    need, at = max((peak, at) for at, peak in enumerate(_chosen(problem, answer, 0.0, "").peaks))
+        return UserError("no plan keeps all limits; raise one, or lower --snip-target")
+    need, at = max((peak, at) for at, peak in enumerate(_chosen(problem, answer, 0.0).peaks))
     if need <= budget + ROW_TOLERANCE * GIB:
         return UserError("the solver found no plan in time; raise --memory-gib, or allow fewer options")
     return UserError(
