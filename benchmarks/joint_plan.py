@@ -56,6 +56,7 @@ CASES = {
         1,
         (20.0, 22.0, 24.0),
     ),
+    "7b_batch_4": ("--config examples/llama_7b/llama_7b.toml --micro-batch-size 4", 8, (50.0, 60.0, 70.0, 78.0)),
     "7b": ("--config examples/llama_7b/llama_7b.toml", 8, (30.0, 32.0, 34.0, 36.0)),
     "70b": ("--config examples/llama_70b/llama_70b.toml", 64, (34.0, 40.0)),
 }
@@ -110,8 +111,7 @@ class Case:
         names, model = self.joint.model.choices, self.joint.model
         chosen = [names[c] for rank in found.blocks for c in rank]
         linears = {
-            shape.name: model.options[found.options[unit]]
-            for shape, unit in zip(model.shapes, model.unit, strict=True)
+            shape.name: model.options[found.options[unit]] for shape, unit in zip(model.shapes, model.unit, strict=True)
         }
         return {
             "seconds": max(found.seconds), "quality_loss": found.quality, "peak_gib": max(found.peaks) / GIB,
@@ -137,11 +137,11 @@ class Case:
             print(f"memory first: {error}", flush=True)
         begin = time.perf_counter()
         apart = self.joint.apart(budget)
-        together = joint.solve(self.problem, budget, self.joint.alone.objective)
+        together = joint.solve(self.problem, budget, self.joint.alone.objective, apart)
         took = time.perf_counter() - begin
         if apart is not None:
             found["precision first"] = apart
-            if (least := joint.least_loss(self.problem, budget, max(apart.seconds))) is not None:
+            if (least := joint.least_loss(self.problem, budget, max(apart.seconds), apart)) is not None:
                 found["together, at equal time"] = least
         found["together, at equal quality"] = together
         made = self.joint.measured(*self.joint.files(together, gib))
@@ -169,7 +169,7 @@ def main() -> None:
         case = Case(own.case, own.target, own.stats, pool)
         result: dict[str, Any] = {
             "case": own.case, "options": CASES[own.case][0], "ranks": CASES[own.case][1], "target": own.target,
-            "statistics": own.stats.name, "dry_run_seconds": case.seconds, "precision_alone": case.joint.alone.objective,
+            "dry_run_seconds": case.seconds, "precision_alone": case.joint.alone.objective,
             "budgets": {},
         }  # fmt: skip
         for gib in own.gib or CASES[own.case][2]:
@@ -180,8 +180,9 @@ def main() -> None:
                 continue
             print(f"{gib:g} GiB, dry run of the joint plan {found['measured_peak_gib']:.2f}", flush=True)
             for name, one in found["plans"].items():
-                print(f"  {name:30} {one['seconds']:.5g} s, loss {one['quality_loss']:.4g}, {one['peak_gib']:.2f} GiB, "
-                      f"FP4 {one['fp4_share']:.1%}, {one['blocks']}, {one['status']} {one['gap']:.1e}", flush=True)  # fmt: skip
+                said = f"{one['seconds']:.5g} s, loss {one['quality_loss']:.4g}, {one['peak_gib']:.2f} GiB"
+                more = f"FP4 {one['fp4_share']:.1%}, {one['blocks']}, {one['status']} {one['gap']:.1e}"
+                print(f"  {name:30} {said}, {more}", flush=True)
         own.output.write_text(json.dumps(result, indent=1) + "\n")
 
 

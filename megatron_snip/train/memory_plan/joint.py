@@ -204,28 +204,29 @@ class Chosen:
     gap: float = 0.0
 
 
-def solve(problem: Problem, budget: int, quality: float) -> Chosen:
+def solve(problem: Problem, budget: int, quality: float, start: Chosen | None = None) -> Chosen:
     """The plan of least quality loss among the fastest that fit ``budget`` bytes a rank and lose at most ``quality``.
 
-    Raises UserError with what is missing if nothing fits.
+    start: a plan that does, than which the answer is no worse.  Raises UserError with what is missing if nothing fits.
     """
-    fastest = _fastest(problem, budget, quality)
-    found = least_loss(problem, budget, max(fastest.seconds))
-    if found is None or found.quality > fastest.quality:
+    fastest = _fastest(problem, budget, quality, start)
+    found = least_loss(problem, budget, max(fastest.seconds), fastest)
+    if found is None:
         return fastest
     return dataclasses.replace(found, gap=fastest.gap, status=worst(fastest.status, found.status))
 
 
-def least_loss(problem: Problem, budget: int, seconds: float) -> Chosen | None:
+def least_loss(problem: Problem, budget: int, seconds: float, start: Chosen) -> Chosen | None:
     """The plan of least quality loss that fits ``budget`` bytes and ``seconds`` on every rank; None if none is found.
 
-    gap: of its quality loss.
+    start: a plan that fits.  gap: of the answer's quality loss.
     """
     rows = [*_links(problem), *_limits(problem, np.inf), *_memory(problem, budget)]
     tables = [problem.whole(at, rank.seconds(problem.width)) for at, rank in enumerate(problem.ranks)]
     rows += [scaled(table, seconds * (1 + BUDGET_TOLERANCE)) for table in tables]
     least = problem.cost.min(axis=1, where=problem.allowed, initial=np.inf)
-    answer = run_highs(Model(problem.by_option(problem.cost - least[:, None]) + _open(problem), rows), _effort())
+    model = Model(problem.by_option(problem.cost - least[:, None]) + _open(problem), rows)
+    answer = run_highs(model, _effort(), _columns(problem, start.options, start.blocks))
     if answer is None or not all(row.holds(answer.choice) for row in rows):
         return None
     return _chosen(problem, answer, 1 - answer.bound / answer.cost if answer.cost > 0 else 0.0)
@@ -234,21 +235,22 @@ def least_loss(problem: Problem, budget: int, seconds: float) -> Chosen | None:
 def separately(problem: Problem, budget: int, options: Ints) -> Chosen:
     """The fastest plan in which units take these options [U].  Raises UserError if none fits."""
     fixed = np.arange(problem.cost.shape[1]) == options[:, None]
-    return _fastest(dataclasses.replace(problem, allowed=fixed, limits=()), budget, np.inf)
+    return _fastest(dataclasses.replace(problem, allowed=fixed, limits=()), budget, np.inf, None)
 
 
 def _effort() -> Effort:
     return Effort(_GAP, _NODES, _SECONDS, time.perf_counter())
 
 
-def _fastest(problem: Problem, budget: int, quality: float) -> Chosen:
+def _fastest(problem: Problem, budget: int, quality: float, start: Chosen | None) -> Chosen:
     """The plan of step 1."""
     rows = [*_links(problem), *_limits(problem, quality)]
     fitting = [*rows, *_memory(problem, budget)]
     tables = [problem.whole(at, rank.seconds(problem.width)) for at, rank in enumerate(problem.ranks)]
     unit = max(float(table.max()) for table in tables) or 1.0
     slowest = [Row(table / unit, 0.0, z=1.0) for table in tables]
-    answer = run_highs(Model(_open(problem), [*fitting, *slowest], longest=0.0), _effort())
+    known = None if start is None else _columns(problem, start.options, start.blocks)
+    answer = run_highs(Model(_open(problem), [*fitting, *slowest], longest=0.0), _effort(), known)
     if answer is None or not all(row.holds(answer.choice) for row in fitting):
         raise _short(problem, rows, budget)
     found = _chosen(problem, answer, 0.0)
@@ -326,17 +328,26 @@ def _chosen(problem: Problem, answer: Answer, gap: float) -> Chosen:
 
 def given(problem: Problem, options: Ints, blocks: Sequence[Sequence[int]]) -> Chosen:
     """What a plan takes: the options of units [U], and of each rank the choices of its blocks."""
-    peaks, seconds, choices = [], [], problem.choices
+    peaks, seconds, whole = [], [], _columns(problem, options, blocks)
     for at, rank in enumerate(problem.ranks):
-        choice, own = np.array(blocks[at], np.int64), options[rank.members]
-        columns = (own * choices + choice[rank.block]).tolist()
-        for one in rank.inputs:
-            needed = tuple(sorted({one.forms[own[u]] for u in one.units}))
-            columns.append(one.sets.index(needed) * choices + int(choice[one.block]))
+        columns = whole[problem.starts[at] : problem.starts[at + 1]]
         peaks.append(problem.peaks[at].of(columns)[0])
         seconds.append(float(rank.seconds(problem.width)[np.arange(rank.groups), columns].sum()))
     quality = float(problem.cost[np.arange(len(options)), options].sum())
     return Chosen(options, tuple(map(tuple, blocks)), tuple(peaks), tuple(seconds), quality)
+
+
+def _columns(problem: Problem, options: Ints, blocks: Sequence[Sequence[int]]) -> Ints:
+    """[G]: the columns of a plan, see ``given``."""
+    columns: list[int] = []
+    for rank, chosen in zip(problem.ranks, blocks, strict=True):
+        choice, own = np.array(chosen, np.int64), options[rank.members]
+        columns += (own * problem.choices + choice[rank.block]).tolist()
+        for one in rank.inputs:
+            needed = tuple(sorted({one.forms[own[u]] for u in one.units}))
+            stands = bool(one.bytes[:, choice[one.block]].any())  # or else the first set is the only column
+            columns.append((one.sets.index(needed) if stands else 0) * problem.choices + int(choice[one.block]))
+    return np.array(columns, np.int64)
 
 
 def _short(problem: Problem, rows: Sequence[Row], budget: int) -> UserError:

@@ -82,12 +82,13 @@ class JointPlanner:
         short = 0.0
         for _ in range(TRIES):
             budget = int((gib - short) * GIB)
-            found = joint.solve(self.problem, budget, self.alone.objective)
+            apart = self.apart(budget)
+            found = joint.solve(self.problem, budget, self.alone.objective, apart)
             made = self.files(found, gib)
             measured = self.measured(*made)
             over = max(one.worst.total for one in measured) / GIB - gib
             if over <= 0:
-                return Together(*made, measured, found, self.apart(budget))
+                return Together(*made, measured, found, apart)
             short += over
         raise UserError(
             f"--memory-gib: after {TRIES} plans, dry runs still need {over:.2f} GiB more than the {gib:.2f} given; "

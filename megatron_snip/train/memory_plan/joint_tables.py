@@ -79,9 +79,7 @@ def tables(model: Model, pool: ProcessPoolExecutor) -> list[joint.Rank]:
         for choice in model.choices
         for column, option in enumerate(model.options)
     }  # fmt: skip
-    runs = {
-        rank: {(c, o): job.result() for (at, c, o), job in jobs.items() if at == rank} for rank in measured
-    }
+    runs = {rank: {(c, o): job.result() for (at, c, o), job in jobs.items() if at == rank} for rank in measured}
     found = []
     for rank in range(len(blocks)):
         like = rank if rank in measured else 1
@@ -128,7 +126,7 @@ class _Rank:
         )
 
     def _kept(self, runs: Uniform) -> dict[str, tuple[tuple[str, ...], Bytes, Bytes | None]]:
-        """First linear of an input -> all of them; bytes that a microbatch keeps [O, C], and of the rows [C] or None."""
+        """First linear of an input -> all of them; bytes kept per microbatch [O, C], and of the rows [C] or None."""
         choices, options = self.model.choices, range(len(self.model.options))
         some: Mapping[str, Input] = runs[choices[0], 0][1].inputs
         found: dict[str, tuple[tuple[str, ...], Bytes, Bytes | None]] = {}
@@ -178,9 +176,7 @@ class _Rank:
         block = next(shape.block for shape in self.model.shapes if shape.name == linear)
         return self.source.index(block)
 
-    def _seconds(
-        self, runs: Uniform, rates: Rates, unit_of: Mapping[str, int], units: int
-    ) -> tuple[Floats, Floats]:
+    def _seconds(self, runs: Uniform, rates: Rates, unit_of: Mapping[str, int], units: int) -> tuple[Floats, Floats]:
         """Of an iteration: blocks [B, C], and units [U, O, C]."""
         model, config = self.model, self.model.config
         choices, dp = model.choices, config.data_parallel_size(model.world_size)

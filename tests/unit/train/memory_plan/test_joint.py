@@ -1,4 +1,4 @@
-"""The joint program's answer is the best of all plans, and those of the two programs that it joins are special cases."""
+"""The joint program finds the best of all plans; the two programs that it joins are special cases."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ CASES = {
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_the_best_of_all_plans(case, seed):
     problem = made_up(seed, **CASES[case])
-    plans, known = every_plan(problem)
+    _, known = every_plan(problem)
     quality, bytes_, seconds = known.T
     for memory, loss in ((0.1, 0.5), (0.4, 0.2), (0.7, 0.8)):
         budget = int(np.quantile(bytes_, memory))
@@ -142,7 +142,7 @@ def test_with_one_option_it_is_the_memory_program():
     rank = problem.ranks[0]
     peaks = Peaks(rank.base, rank.blocks + rank.units[:, :, 0], rank.stretch)
     seconds = rank.block_seconds + rank.unit_seconds[:, 0]
-    plans, known = every_plan(problem)
+    _, known = every_plan(problem)
     for share in (0.1, 0.5, 0.9):
         budget = int(np.quantile(known[:, 1], share))
         alone = solve_memory(peaks, seconds, budget, "pipeline rank 0")
@@ -174,7 +174,7 @@ def test_what_is_short_is_told(ranks):
         for rank in problem.ranks
     ]  # fmt: skip
     problem = replace(problem, ranks=made)
-    plans, known = every_plan(problem)
+    _, known = every_plan(problem)
     most = float(np.quantile(known[:, 0], 0.5))
     least = int(known[known[:, 0] <= most, 1].min())
     with pytest.raises(UserError) as info:
