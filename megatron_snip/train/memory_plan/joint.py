@@ -53,7 +53,8 @@ class Input:
     """An input that several units of block number ``block`` of a rank read.
 
     units: of the rank.  forms [O]: the form that an option keeps it in, a number.  kept [F, C]: bytes of each form per
-    microbatch.  mixed [C]: bytes of two forms or more; None if it is their sum.
+    microbatch.  mixed [C]: bytes of two forms or more; None if it is their sum.  more [C]: seconds of an iteration that
+    two forms or more take beyond one, because tp gathers the rows themselves.
     """
 
     block: int
@@ -61,6 +62,7 @@ class Input:
     forms: tuple[int, ...]
     kept: Bytes
     mixed: Bytes | None = None
+    more: Floats | None = None
 
     @cached_property
     def sets(self) -> list[tuple[int, ...]]:
@@ -77,6 +79,18 @@ class Input:
                 for one in self.sets
             ]
         )
+
+    @property
+    def seconds(self) -> Floats:
+        """[S, C]: seconds beyond those of one form."""
+        more = np.zeros(self.kept.shape[1]) if self.more is None else self.more
+        return np.array([more * (len(one) > 1) for one in self.sets])
+
+    @property
+    def matters(self) -> Bools:
+        """[C]: whether the set of forms makes a difference."""
+        found: Bools = self.bytes.any(axis=0) | self.seconds.any(axis=0)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +149,8 @@ class Rank:
         table, taken = np.zeros((self.groups, width)), self.unit_seconds.copy()
         taken[self.first] += self.block_seconds[:, None, :]
         table[:units, : options * choices] = taken.reshape(units, -1)
+        for place, one in enumerate(self.inputs):
+            table[units + place, : len(one.sets) * choices] = one.seconds.reshape(-1)
         return table
 
 
@@ -265,8 +281,8 @@ def _open(problem: Problem) -> Floats:
         for place, one in enumerate(rank.inputs):
             row = table[start + len(rank.members) + place]
             row[:] = np.inf
-            for choice, kept in enumerate(one.bytes.any(axis=0)):  # one set stands for all where nothing is kept
-                row[choice : len(one.sets) * problem.choices : problem.choices if kept else problem.width] = 0.0
+            for choice, all_sets in enumerate(one.matters):  # or else one set stands for all
+                row[choice : len(one.sets) * problem.choices : problem.choices if all_sets else problem.width] = 0.0
     return table
 
 
@@ -285,7 +301,7 @@ def _links(problem: Problem) -> list[Row]:
                     row[start + rank.first[block], chosen[:options]] = -1.0
                     rows.append(Row(row, 0.0, lower=0.0))
             for i, one in enumerate(rank.inputs):
-                for form in set(one.forms) if one.bytes[:, choice].any() else ():
+                for form in set(one.forms) if one.matters[choice] else ():
                     having = chosen[[k for k, held in enumerate(one.sets) if form in held]]
                     for u in one.units:
                         row = np.zeros((problem.starts[-1], problem.width))
@@ -345,8 +361,8 @@ def _columns(problem: Problem, options: Ints, blocks: Sequence[Sequence[int]]) -
         columns += (own * problem.choices + choice[rank.block]).tolist()
         for one in rank.inputs:
             needed = tuple(sorted({one.forms[own[u]] for u in one.units}))
-            stands = bool(one.bytes[:, choice[one.block]].any())  # or else the first set is the only column
-            columns.append((one.sets.index(needed) if stands else 0) * problem.choices + int(choice[one.block]))
+            at = one.sets.index(needed) if one.matters[choice[one.block]] else 0
+            columns.append(at * problem.choices + int(choice[one.block]))
     return np.array(columns, np.int64)
 
 

@@ -8,6 +8,8 @@ A uniform run with choice c and option o gives the bytes at each phase's peak.  
 Casts depend on o.  The rest and ``own`` hardly do: if runs with different options differ, the largest counts.
 Seconds: each GEMM takes the time of its format, fprop again where it runs again; the rest of a block's seconds is that
 of `auto.seconds_of`, and what depends on formats apart from GEMMs (tp's gathers of codes) is spread over linears.
+Where an input's linears differ in format, tp gathers its rows in place of codes of the mean size, in forward, in
+backward, and once more where forward runs again.
 """
 
 from __future__ import annotations
@@ -119,7 +121,8 @@ class _Rank:
                 of_units[:, units[0]] += flight[:, b, None, None] * sizes
             else:
                 each = np.array([sizes[forms.index(form)] for form in range(max(forms) + 1)])
-                inputs.append(joint.Input(b, units, forms, each, mixed))
+                more = None if mixed is None else self._more(runs, rates, name, each)
+                inputs.append(joint.Input(b, units, forms, each, mixed, more))
         of_block, of_unit = self._seconds(runs, rates, unit_of, len(members))
         return joint.Rank(
             self.stage, members, block, base, of_blocks, of_units, inputs, flight, of_block, of_unit, stretch
@@ -135,6 +138,14 @@ class _Rank:
             mixed = np.where(sizes.any(axis=0), one.rows, 0) if one.gathers else None
             found[name] = (one.linears, sizes, mixed)
         return found
+
+    def _more(self, runs: Uniform, rates: Rates, name: str, kept: Bytes) -> Floats:
+        """[C]: seconds of an iteration that the gathers of an input's rows take beyond those of codes.  kept [F, C]."""
+        config, choices = self.model.config, self.model.choices
+        microbatches = config.num_microbatches(config.data_parallel_size(self.model.world_size))
+        gathers = np.array([2 + runs[choice, 0][1].inputs[name].again for choice in choices])
+        beyond = runs[choices[0], 0][1].inputs[name].rows - kept.max(axis=1).mean()
+        return microbatches * gathers * beyond / rates.link
 
     def _phases(
         self, runs: Uniform, unit_of: Mapping[str, int], kept: Mapping[str, tuple[tuple[str, ...], Bytes, Bytes | None]]

@@ -31,7 +31,8 @@ def made_up(seed, ranks=1, blocks=2, units=2, options=2, choices=2, shared=True,
             kept = draw.integers(50, 400, (max(forms) + 1, choices))
             kept[:, -1] = 0  # the last choice keeps nothing
             whole = np.where(kept.any(axis=0), kept.sum(axis=0) - 20, 0) if mixed else None
-            inputs.append(joint.Input(b, tuple(range(b * units, (b + 1) * units)), forms, kept, whole))
+            more = draw.random(choices) / 4 if mixed else None
+            inputs.append(joint.Input(b, tuple(range(b * units, (b + 1) * units)), forms, kept, whole, more))
         own = np.sort(draw.integers(0, 900, (phases, blocks, choices)), axis=2)[:, :, ::-1]
         made.append(
             joint.Rank(
@@ -65,6 +66,9 @@ def judged(problem, options, blocks):
                 each = one.mixed[c] if len(held) > 1 and one.mixed is not None else sum(one.kept[f, c] for f in held)
                 total += rank.flight[phase, one.block] * each
             bytes_ = max(bytes_, total)
+        for one in rank.inputs:
+            if one.more is not None and len({one.forms[options[rank.members[u]]] for u in one.units}) > 1:
+                taken += one.more[choice[one.block]]
         seconds = max(seconds, taken)
     return sum(problem.cost[u, o] for u, o in enumerate(options)), bytes_, seconds
 

@@ -65,7 +65,7 @@ def test_a_mixture_takes_what_is_predicted(planned):
     assert told["keep"].peaks[0] > told["full"].peaks[0] * 1.02
     rates = rates_of(planned.config)
     more = rates.seconds(real["full"].counts) - rates.seconds(real["keep"].counts)
-    assert told["full"].seconds[0] - told["keep"].seconds[0] == pytest.approx(more, rel=0.02)
+    assert told["full"].seconds[0] - told["keep"].seconds[0] == pytest.approx(more, rel=0.05)
 
 
 def test_codes_of_four_bits_take_less(planned):
