@@ -224,14 +224,13 @@ def generate(
     plans, frontier = make_plans(planner, best, num_random, seed), planner.frontier(objective)
     if together is not None:
         plans["precision_alone"] = solved
+        together.memory.save(output_dir / MEMORY_PLAN)
     predictions, request = Predictions.of(planner.stats), planner.request(objective)
     bound = solved.solver.bound
     rows = {name: describe(planner, plan, predictions, request, bound) for name, plan in plans.items()}
     points = [describe(planner, plan, predictions, request, plan.solver.bound) for plan in frontier]
     for name, plan in plans.items():
         plan.save(output_dir / f"{name}.json")
-    if together is not None:
-        together.memory.save(output_dir / MEMORY_PLAN)
     about = {"objective": objective, "measure": planner.choices.measure, "iteration": planner.stats.iteration}
     write_atomic(output_dir / "pareto.json", json.dumps({**about, "plans": rows, "frontier": points}, indent=1) + "\n")
     kinds: dict[str, list[tuple[float, float, str]]] = {}

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import name_stream
+from megatron_snip.quant.casts.cast import Operand
 from megatron_snip.quant.linears import group as linears_of_group
 from megatron_snip.quant.linears.group import Group
-from megatron_snip.quant.linears.operands import Operand
 from megatron_snip.train.dry_run.counts import Tracker
 
 

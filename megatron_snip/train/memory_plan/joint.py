@@ -21,9 +21,9 @@ both with bytes of every phase <= the memory, and all limits and fixed linears o
 as good and as fast as that of precision first, and then of memory for it (`separately`).  If everything may be kept,
 it is the plan of `snip.plan` or one as good and as fast; with one option it is the plan of `program`.
 
-Exact: the bytes of any uniform plan, which dry runs measure, and how kept inputs and weights add up.  A bound: within
-the forward or backward of a block whose linears differ in format, temporary tensors are those of the worst option.
-Modelled: seconds, see `rates`.
+Exact: what kept inputs and casts of weights take, which dry runs measure.  Estimated: temporary tensors within the
+forward or backward of a block are those of the worst option, though its linears may differ; `joint_plan` checks the
+answer by a dry run.  Modelled: seconds, see `rates`.
 
 Convention: U units, O options, B blocks and C choices of a rank, P phases, I inputs with several units, S sets of
 forms.  Groups of the model are units and then inputs; column k C + c of a group is its option or set k under choice c.
@@ -89,8 +89,7 @@ class Input:
     @property
     def matters(self) -> Bools:
         """[C]: whether the set of forms makes a difference."""
-        found: Bools = self.bytes.any(axis=0) | self.seconds.any(axis=0)
-        return found
+        return np.asarray(np.concatenate([self.bytes, self.seconds]).any(axis=0))
 
 
 @dataclass(frozen=True, eq=False)
