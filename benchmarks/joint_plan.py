@@ -56,6 +56,13 @@ CASES = {
         1,
         (20.0, 22.0, 24.0),
     ),
+    "smollm2": (
+        "--num-layers 30 --hidden-size 576 --ffn-hidden-size 1536 --num-attention-heads 9 --num-query-groups 3 "
+        "--kv-channels 64 --vocab-size 49152 --seq-length 2048 --micro-batch-size 16 --global-batch-size 64 --bf16 "
+        "--train-iters 1000 --lr 1e-3 --data-parallel-sharding-strategy no_shard",
+        1,
+        (8.0, 10.0, 12.0, 14.0),
+    ),
     "7b_batch_4": ("--config examples/llama_7b/llama_7b.toml --micro-batch-size 4", 8, (50.0, 60.0, 70.0, 78.0)),
     "7b": ("--config examples/llama_7b/llama_7b.toml", 8, (30.0, 32.0, 34.0, 36.0)),
     "70b": ("--config examples/llama_70b/llama_70b.toml", 64, (34.0, 40.0)),

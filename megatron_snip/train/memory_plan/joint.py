@@ -269,6 +269,8 @@ def _fastest(problem: Problem, budget: int, quality: float, start: Chosen | None
     if answer is None or not all(row.holds(answer.choice) for row in fitting):
         raise _short(problem, rows, budget)
     found = _chosen(problem, answer, 0.0)
+    if start is not None and max(start.seconds) < max(found.seconds):
+        found = start  # within HiGHS's tolerance
     taken = max(found.seconds)
     return dataclasses.replace(found, gap=max(0.0, 1 - answer.bound * unit / taken) if taken > 0 else 0.0)
 
