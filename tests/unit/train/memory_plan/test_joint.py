@@ -186,3 +186,13 @@ def test_what_is_short_is_told(ranks):
     need, short = re.search(r"at least ([\d.]+) GiB .*, ([\d.]+) more", str(info.value)).groups()
     assert float(need) == least / GIB and float(short) == 7.0
     joint.solve(problem, least, most)
+
+
+def test_without_time_to_search_the_answer_is_the_start(monkeypatch):
+    problem = made_up(7)
+    _, known = every_plan(problem)
+    budget = int(np.quantile(known[:, 1], 0.5))
+    start = joint.separately(problem, budget, np.array((1, 0, 0, 1)))
+    monkeypatch.setattr(joint, "_SECONDS", 0.0)
+    found = joint.solve(problem, budget, start.quality, start)
+    assert (found.seconds, found.quality, found.status) == (start.seconds, start.quality, "time_limit")
