@@ -23,8 +23,8 @@ from megatron_snip.train.setup import snip_shapes
 from tests.unit.snip.made_up import statistics
 
 OPTIONS = {
-    "num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "seq_length": 256,
-    "vocab_size": 512, "micro_batch_size": 1, "global_batch_size": 2, "train_iters": 20, "mock_data": True,
+    "num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4, "seq_length": 4096,
+    "vocab_size": 512, "micro_batch_size": 4, "global_batch_size": 4, "train_iters": 20, "mock_data": True,
     "tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_sharding_strategy": "no_shard",
     "snip_options": "mxfp8,nvfp4", "snip_start": 1,
 }  # fmt: skip
@@ -61,8 +61,10 @@ def test_a_mixture_takes_what_is_predicted(planned):
             told[choice] = joint.given(planned.problem, chosen, [[index] * 2])
             memory = MemoryPlan.by_hand((choice,) * 2, planned.config, WORLD)
             real[choice] = planned.measured(precision, memory)[0].worst
-            assert told[choice].peaks[0] == pytest.approx(real[choice].total, rel=0.02)
-    assert told["keep"].peaks[0] > told["full"].peaks[0] * 1.02
+            # where linears of one input differ, tp gathers rows, which are temporary tensors of neither uniform run
+            assert told[choice].peaks[0] == pytest.approx(real[choice].total, rel=0.06)
+    saved = told["keep"].peaks[0] - told["full"].peaks[0]
+    assert saved == pytest.approx(real["keep"].total - real["full"].total, rel=1e-3)
     rates = rates_of(planned.config)
     more = rates.seconds(real["full"].counts) - rates.seconds(real["keep"].counts)
     assert told["full"].seconds[0] - told["keep"].seconds[0] == pytest.approx(more, rel=0.05)
