@@ -17,6 +17,11 @@ With --try, best.json is what a run would apply: up to --snip-trials forward pas
 the plan with others if it costs more than predicted.  They read the run's data, or that of --data-path, after the
 batches that --snip-probe-tokens covers.  The file records the measurements ("trial").  --snip-max-loss NATS replaces a
 saving: it takes the largest share that measures below NATS, and implies --try.  For several ranks, use torchrun.
+
+With --memory-gib GIB, precision and what each block keeps for backward are planned together.  best.json and
+memory_plan.json are then the fastest plans that fit GIB on each of --world-size ranks, and whose quality loss is at
+most that of precision_alone.json, the plan of the saving.  Give the run's layout and batch, too, and train with
+--precision plan --precision-plan best.json --memory-plan memory_plan.json.
 """
 
 from __future__ import annotations
@@ -47,6 +52,8 @@ from megatron_snip.snip.planner import BASELINES, Planner
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.sampling import batches_of
 from megatron_snip.snip.trial import TrialFailed, Tried, with_record
+from megatron_snip.train.memory_plan.joint_plan import plan_together
+from megatron_snip.train.memory_plan.plan_file import FILE as MEMORY_PLAN
 from megatron_snip.train.pictures.curve_picture import WHAT, measured_curve
 from megatron_snip.train.pictures.figures import pareto
 from megatron_snip.train.report.headline import number
@@ -191,6 +198,12 @@ def generate(
     planner, objective = make_planner(config, stats), config.snip.snip_objective
     solved, sections, said = planner.solve(objective), [], ""
     best = solved
+    together = None
+    if (gib := config.dry_run.memory_gib) is not None:
+        if start is not None:
+            raise UserError("--memory-gib does not go with --try or --snip-max-loss, which measure precision alone")
+        together = plan_together(planner, config.dry_run.world_size or runtime.environment_world_size(), gib)
+        best, said = together.precision, f"planned together for {gib:g} GiB: {together.told}"
     if start is not None:
         nats = config.snip.snip_max_loss
         best, tried, tokens = try_best(planner, solved, start)
@@ -202,6 +215,9 @@ def generate(
             planner = replace(planner, config=planner.config.replace(snip_target=best.target, snip_max_loss=None))
             solved = best
     plans, frontier = make_plans(planner, best, num_random, seed), planner.frontier(objective)
+    if together is not None:
+        plans["precision_alone"] = solved
+        together.memory.save(output_dir / MEMORY_PLAN)
     predictions, request = Predictions.of(planner.stats), planner.request(objective)
     bound = solved.solver.bound
     rows = {name: describe(planner, plan, predictions, request, bound) for name, plan in plans.items()}

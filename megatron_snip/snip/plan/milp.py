@@ -70,7 +70,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan [G], its cost, a lower bound on every plan's cost, and a status of STATUSES."""
+    """A plan [G], its cost, a lower bound on every plan's cost, and a status of STATUSES.
+
+    If the longest is minimised, cost and bound are the longest's.
+    """
 
     choice: Ints
     cost: float
@@ -99,8 +102,8 @@ def scaled(values: Floats, upper: float) -> Row:
     return Row(values / unit, upper / unit)
 
 
-def run_highs(model: Model, effort: Effort) -> Answer | None:
-    """HiGHS's best plan; None if it has none."""
+def run_highs(model: Model, effort: Effort, start: Ints | None = None) -> Answer | None:
+    """HiGHS's best plan; None if it has none.  start [G]: a plan that fits, than which the answer is no worse."""
     finite = model.cost[np.isfinite(model.cost)]
     scale = float(finite.max()) or 1.0 if model.longest is None else 1.0
     group, option = np.nonzero(np.isfinite(model.cost))
@@ -120,6 +123,12 @@ def run_highs(model: Model, effort: Effort) -> Answer | None:
     for name, value in options.items():
         highs.setOptionValue(name, value)
     highs.passModel(_arrays(model, scale, highspy.HighsVarType.kInteger))
+    if start is not None:
+        known = highspy.HighsSolution()
+        longest = max((float(row.values[np.arange(len(start)), start].sum()) - row.upper) / row.z
+                      for row in model.rows if row.z > 0) if model.longest is not None else 0.0  # fmt: skip
+        known.col_value = np.append(option == start[group], max(longest, model.longest or 0.0)).astype(float).tolist()
+        highs.setSolution(known)
     highs.run()
     status, values = _status(highs), np.array(highs.getSolution().col_value)
     if status is None or len(values) != len(group) + 1 or not highs.getSolution().value_valid:
@@ -127,7 +136,9 @@ def run_highs(model: Model, effort: Effort) -> Answer | None:
     likely = np.full(model.cost.shape, -1.0)
     likely[group, option] = values[:-1]
     choice = likely.argmax(axis=1)
-    cost, bound = model.cost_of(choice), float(highs.getInfo().mip_dual_bound) * scale
+    info = highs.getInfo()
+    cost = model.cost_of(choice) if model.longest is None else float(info.objective_function_value)
+    bound = float(info.mip_dual_bound) * scale
     return Answer(choice, cost, min(bound, cost) if np.isfinite(bound) else 0.0, status)
 
 

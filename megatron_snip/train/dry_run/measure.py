@@ -43,11 +43,13 @@ from megatron_snip.model.build import Build
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.stages import is_interleaved, stage_blocks
 from megatron_snip.parallel.data import local_of
+from megatron_snip.quant import LinearPrecision
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.measure.probe import Pass
 from megatron_snip.snip.plan.cost import efficiency, stages
 from megatron_snip.snip.plan.options import read_choices
 from megatron_snip.snip.predict.sampling import batches_of
+from megatron_snip.train.dry_run.by_linear import Linears
 from megatron_snip.train.dry_run.counts import HOST, Measured, Stretch, Tracker
 from megatron_snip.train.dry_run.device import as_on, device_of
 from megatron_snip.train.dry_run.output import PROBE, TRIAL, trial_passes, trial_samples
@@ -110,6 +112,23 @@ def measure_phases(config: Config, world_size: int, rank: int, memory_plan: Memo
         stretches.recorder = Recorder(stretches.tracker, stretches.parts.stages, stretches.of_forward)
         found = stretches.measured(trials=False)
         return list(zip(found.stretches, stretches.phases, strict=True))
+
+
+def measure_formats(
+    config: Config, world_size: int, rank: int, memory_plan: MemoryPlan, precision: LinearPrecision
+) -> tuple[Stretch, Phases]:
+    """An iteration with all linears in one precision, cut into phases, with what depends on formats.
+
+    config: with --precision snip, whose options decide the device.
+    """
+    with _built(config, world_size, rank, memory_plan) as stretches:
+        parts = stretches.parts
+        linears = Linears(stretches.tracker, parts.linears)
+        stretches.recorder = Recorder(stretches.tracker, parts.stages, stretches.of_forward, linears)
+        for linear in parts.linears.values():
+            linear.precision = precision
+        with linears.watched():
+            return stretches.iteration(f"iteration, {precision}"), stretches.phases[-1]
 
 
 @contextlib.contextmanager
@@ -276,6 +295,10 @@ class _Stretches:
                 counts[what] += times * batches * count
         counts = Counter({what: n for what, n in counts.items() if n})
         return Stretch(name, self.tracker.memory.peak(), counts, self.kept, self.tracker.memory.host_peak())
+
+    def iteration(self, name: str) -> Stretch:
+        """An iteration in the present precisions."""
+        return self._stretch(name, self._iteration)
 
     def _iteration(self) -> None:
         self.parts.stepper.step(self.batch, 1)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_snip.train.dry_run.by_linear import Input, Linears
 from megatron_snip.train.dry_run.counts import Counts, Tracker
 from megatron_snip.train.dry_run.units import NONE, Units
 
@@ -30,6 +31,8 @@ class Phase:
     kept leaves out the microbatch that the phase itself runs of its block.
     whole: how many microbatches all blocks of the rank keep.
     waiting: blocks between a forward and the next backward, without those whose weights FSDP gathers in this phase.
+    flight: block -> how many it keeps, as in kept.  weights: with `Linears`, see there; the larger number of the
+    phase's beginning and end.
     """
 
     block: int
@@ -37,12 +40,15 @@ class Phase:
     kept: Mapping[int, int]
     whole: int
     waiting: frozenset[int] = frozenset()
+    flight: Mapping[int, int] = field(default_factory=dict)
+    weights: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Phases:
     """The phases of a stretch in order; of each block, the counts of all its phases, and the bytes that a microbatch
     keeps: block -> bytes.  forwards: how many microbatches ran.  units: what they take, which no phase changes.
+    inputs: with `Linears`, see there.
     """
 
     order: tuple[Phase, ...] = ()
@@ -50,13 +56,19 @@ class Phases:
     each: Mapping[int, int] = field(default_factory=dict)
     forwards: int = 1
     units: Units = NONE
+    inputs: Mapping[str, Input] = field(default_factory=dict)
 
 
 class Recorder:
-    """Hooks on the blocks of a rank that note where phases begin.  kept: bytes that forwards have made and hold."""
+    """Hooks on the blocks of a rank that note where phases begin.  kept: bytes that forwards have made and hold.
 
-    def __init__(self, tracker: Tracker, stages: Mapping[int, Any], kept: Callable[[], int]) -> None:
-        self.tracker, self.kept = tracker, kept
+    linears: also records what depends on the formats of linears.
+    """
+
+    def __init__(
+        self, tracker: Tracker, stages: Mapping[int, Any], kept: Callable[[], int], linears: Linears | None = None
+    ) -> None:
+        self.tracker, self.kept, self.linears = tracker, kept, linears
         self.blocks = [index for stage in stages.values() for index in stage.blocks()]
         self.begin()
         for stage in stages.values():
@@ -73,11 +85,15 @@ class Recorder:
         self.open: set[int] = set()  # blocks whose last pass was a forward
         self.marks: list[tuple[int, int, dict[tuple[int, int], int], Counts, frozenset[int]]] = []
         self.each: dict[int, int] = {}
+        self.weights: list[Mapping[str, int]] = []
+        if self.linears is not None:
+            self.linears.begin()
         self._mark(OUTSIDE)
 
     def _mark(self, block: int, gathers: int = OUTSIDE) -> None:
         waiting, place = frozenset(self.open - {block, gathers}), len(self.tracker.memory.log)
         self.marks.append((place, block, dict(self.held), self.tracker.counts.copy(), waiting))
+        self.weights.append(self.linears.weights() if self.linears is not None else {})
 
     def _watch(self, index: int, block: nn.Module, *, first: bool) -> None:
         before = [0]
@@ -115,7 +131,7 @@ class Recorder:
         changes = self.tracker.memory.changes()
         live = np.concatenate([[0], np.cumsum(np.array(changes, dtype=np.int64))])
         ends = [*(place for place, *_ in self.marks[1:]), len(changes)]
-        last = self.tracker.counts
+        last, weights = self.tracker.counts, [*self.weights, self.linears.weights() if self.linears is not None else {}]
         order, counts = [], {block: Counter[tuple[str | int, ...]]() for block in (*self.blocks, OUTSIDE)}
         for number, (place, block, held, before, waiting) in enumerate(self.marks):
             after = self.marks[number + 1][3] if number + 1 < len(self.marks) else last
@@ -127,5 +143,8 @@ class Recorder:
                 kept[each] += size
             microbatches = Counter(each for each, _ in held)
             whole = min((microbatches[each] for each in self.blocks), default=0)
-            order.append(Phase(block, int(live[place : ends[number] + 1].max()), dict(kept), whole, waiting))
-        return Phases(tuple(order), counts, dict(self.each), max(self.seen.values(), default=1))
+            most = {name: max(size, weights[number + 1][name]) for name, size in weights[number].items()}
+            peak = int(live[place : ends[number] + 1].max())
+            order.append(Phase(block, peak, dict(kept), whole, waiting, dict(microbatches), most))
+        inputs = self.linears.inputs if self.linears is not None else {}
+        return Phases(tuple(order), counts, dict(self.each), max(self.seen.values(), default=1), inputs=dict(inputs))

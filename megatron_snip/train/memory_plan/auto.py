@@ -26,9 +26,9 @@ from megatron_snip.train.memory_plan.program import GIB, Chosen, Peaks, Runs, ho
 from megatron_snip.train.memory_plan.rates import Rates, rates_of
 
 LOGGER = logging.getLogger("megatron_snip")
-_MOST_PROCESSES = 8
+MOST_PROCESSES = 8
 #: How often the budget is lowered by what a dry run of the answer needs beyond it.
-_TRIES = 4
+TRIES = 4
 
 
 def held_blocks(config: Config) -> list[tuple[int, ...]]:
@@ -145,11 +145,11 @@ class Planner:
 
 def make_plan(config: Config, world_size: int, gib: float) -> tuple[MemoryPlan, list[Measured]]:
     """The plan for ``gib`` GiB a rank, and the dry run under it.  Raises UserError if no plan fits."""
-    workers = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    workers = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
     with processes(workers) as pool:
         planner = Planner(config, world_size, pool)
         short = 0.0
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             plan = planner.plan(gib, short)
             ends = end_ranks(config, world_size)
             jobs = [pool.submit(measure, config, world_size, rank, plan) for rank in ends]
@@ -159,7 +159,7 @@ def make_plan(config: Config, world_size: int, gib: float) -> tuple[MemoryPlan, 
                 return plan, measured
             short += over
     raise UserError(
-        f"--memory-plan auto: after {_TRIES} plans, dry runs still need {over:.2f} GiB more than the {gib:.2f} of "
+        f"--memory-plan auto: after {TRIES} plans, dry runs still need {over:.2f} GiB more than the {gib:.2f} of "
         "--memory-gib; raise it, shard more, or lower --micro-batch-size"
     )
 

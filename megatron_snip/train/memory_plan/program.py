@@ -112,7 +112,7 @@ def peaks_of(runs: Runs) -> Peaks:
                 bases.append(0)
             values.append(np.concatenate([of_phase, *_further(runs, alike[0])]))
             names.append(of_choices[0][0].name)
-    return _undominated(Peaks(np.array(bases), np.array(values), tuple(names)))
+    return undominated(Peaks(np.array(bases), np.array(values), tuple(names)))
 
 
 def _further(runs: Runs, phase: Phase) -> Sequence[Bytes]:
@@ -134,7 +134,7 @@ def host_peaks_of(runs: Runs) -> Peaks:
     return Peaks(np.zeros(1, np.int64), np.concatenate([*none, *states])[None], ("update",))
 
 
-def _undominated(peaks: Peaks) -> Peaks:
+def undominated(peaks: Peaks) -> Peaks:
     """Without phases that another exceeds in every plan, comparing entry by entry."""
     flat = np.column_stack([peaks.base, peaks.values.reshape(len(peaks.base), -1)])
     flat, first = np.unique(flat, axis=0, return_index=True)

@@ -6,10 +6,12 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_snip import runtime
+from megatron_snip.cli import generate_plan
 from megatron_snip.cli.generate_plan import main
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
@@ -19,6 +21,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train import loop
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from megatron_snip.train.run.metrics import read_metrics
 from tests.unit.cli.conftest import TINY
 from tests.unit.snip.made_up import changed, without_updates
@@ -67,6 +70,24 @@ def test_plans_and_their_table(generate, tmp_path, finished_run):
     assert losses[0] == min(losses) and losses[0] < losses[1], "best is no worse by its own objective"
     assert plans["random_0"].linears != plans["random_1"].linears
     assert float(rows[0][4]) == pytest.approx(plans["best"].solver.objective, rel=1e-3)
+
+
+def test_precision_and_memory_together(generate, tmp_path, monkeypatch):
+    asked = []
+
+    def together(planner, world_size, gib):
+        asked.append((world_size, gib, planner.config.training.micro_batch_size))
+        plan = Plan.uniform([shape.name for shape in planner.shapes], "fp8", iteration=3)
+        memory = MemoryPlan.by_hand(("keep", "full"), planner.config, 1)
+        return SimpleNamespace(precision=plan, memory=memory, told="of 2 blocks, 1 full, 1 keep")
+
+    monkeypatch.setattr(generate_plan, "plan_together", together)
+    words = ["--memory-gib", "24", "--world-size", "4", "--micro-batch-size", "2", "--snip-target", "0.6"]
+    said = generate(*words)
+    assert asked == [(4, 24.0, 2)] and "planned together for 24 GiB: of 2 blocks, 1 full, 1 keep" in said
+    best, alone = (Plan.load(tmp_path / f"plans/{name}.json") for name in ("best", "precision_alone"))
+    assert best.achieved == 0 and alone.achieved >= 0.6 and "precision_alone" in said
+    assert MemoryPlan.load(tmp_path / "plans/memory_plan.json").blocks == ("keep", "full")
 
 
 def test_options_are_those_that_were_measured(generate, tmp_path, finished_run):
