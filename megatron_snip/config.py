@@ -142,7 +142,8 @@ class TrainingConfig:
     recompute_method: Optional[Literal["uniform", "block"]] = None
     recompute_num_layers: Optional[int] = None  # full: number of blocks for recompute-method; by default 1.
     recompute_modules: tuple[str, ...] = ("core_attn",)  # selective: parts of each block: core_attn, mlp.
-    # What each block keeps for backward: all; auto: the fastest choices that fit memory-gib; FILE: those of a plan.
+    # What each block keeps for backward: all; auto: the fastest choices that fit memory-gib and host-memory-gib;
+    # FILE: those of a plan.
     memory_plan: str = "none"  # none, auto, or FILE.
     compile: bool = False  # Compile each block with torch.compile; linears give the same bits as without.
     preflight: bool = True  # Before iteration 1, try what --precision snip will run: each option and a probe.
@@ -297,6 +298,10 @@ class DryRunConfig:
     world_size: Optional[int] = None  # With --dry-run: number of ranks of the run; by default torchrun's.
     # GiB of a GPU: for --memory-plan auto, and, with --dry-run, to say by how much the run fits or to fail.
     memory_gib: Optional[float] = None
+    # GiB of the machine's memory that each rank may use, for --memory-plan auto; none: no activations go to the host.
+    host_memory_gib: Optional[float] = None
+    # GB/s in each direction between a GPU and the machine's memory, for host-memory-gib; by default PCIe 5.0's 55.
+    host_bandwidth: Optional[float] = None
     dry_run_gemms: bool = False  # With --dry-run: also list the shapes and formats of all GEMMs.
 
 

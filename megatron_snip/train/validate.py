@@ -44,7 +44,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "2 or more": ("spike_window",),  # a standard deviation needs two
     "a number above 0": (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
-        "adam_eps", "memory_gib", "snip_max_loss",
+        "adam_eps", "memory_gib", "host_memory_gib", "host_bandwidth", "snip_max_loss",
     ),
     "a number above 0, at most 1000000": ("distributed_timeout_minutes", "snip_solve_timeout"),  # clocks overflow
     "0 or more and less than 1": ("adam_beta1", "adam_beta2"),
@@ -313,7 +313,12 @@ def _validate_recompute(config: Config) -> None:
 def _validate_dry_run(config: Config) -> None:
     given = vars(config.dry_run)
     for name, value in given.items():
-        if name == "memory_gib" and config.training.memory_plan == "auto":
+        auto = config.training.memory_plan == "auto"
+        if name == "host_memory_gib" and value is not None and not auto:
+            raise UserError(f"--host-memory-gib {value:g} needs --memory-plan auto; add it, or drop this option")
+        if name == "host_bandwidth" and value is not None and given["host_memory_gib"] is None:
+            raise UserError(f"--host-bandwidth {value:g} needs --host-memory-gib; add it, or drop this option")
+        if auto and name in ("memory_gib", "host_memory_gib", "host_bandwidth"):
             continue
         if value is not None and value is not False and not given["dry_run"] and name != "dry_run":
             raise UserError(f"--{name.replace('_', '-')} {value} needs --dry-run; add it, or drop this option")

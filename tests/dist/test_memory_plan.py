@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -9,7 +10,7 @@ import pytest
 
 from megatron_snip.model.recompute import CHOICES
 from megatron_snip.train.dry_run.measure import processes
-from megatron_snip.train.memory_plan.auto import Planner
+from megatron_snip.train.memory_plan.auto import Planner, seconds_of
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.dry_runs import options_of
@@ -25,8 +26,8 @@ CASES = {
     "pp2 interleaved": (2, LAYOUTS["pp2 interleaved"]),
 }
 PLANS = [
-    ("full", "selective", "keep", "full"),
-    ("keep", "full", "selective", "selective"),
+    ("full", "offload", "offload", "selective"),
+    ("offload", "keep", "selective", "offload"),
 ]
 
 
@@ -70,14 +71,22 @@ def test_auto_trains_under_a_plan_that_fits(tmp_path):
 
 
 def test_predicted_peaks_are_those_of_a_run(tmp_path):
-    """Of ten plans on a pipeline of two, in real tensors."""
+    """Of ten plans on a pipeline of two, in real tensors; and the bytes on the host."""
     options = {"bf16": True, "precision": "fp8", "seq_length": 256, "pipeline_model_parallel_size": 2}
-    config, draw = options_of(options), random.Random(3)
+    config, draw = options_of({**options, "host_memory_gib": 1.0, "memory_plan": "auto"}), random.Random(3)
     with processes(2) as pool:
         planner = Planner(config, 2, pool)
     plans = [tuple(draw.choice(CHOICES) for _ in range(4)) for _ in range(10)]
     variants = [write_plan(tmp_path / f"{i}.json", plan, options, 2) for i, plan in enumerate(plans)]
     real = run_ranks(real_peaks, 2, variants, seconds=400.0)
-    for runs, peaks, found in zip(planner.runs, planner.peaks, real, strict=True):
-        predicted = [peaks.of([CHOICES.index(plan[b]) for b in runs.blocks])[0] for plan in plans]
-        assert predicted == pytest.approx(found, rel=0.02)
+    for runs, peaks, host, found in zip(planner.runs, planner.peaks, planner.host_peaks, real, strict=True):
+        chosen = [[CHOICES.index(plan[b]) for b in runs.blocks] for plan in plans]
+        assert [peaks.of(one)[0] for one in chosen] == pytest.approx([here for here, _ in found], rel=0.02)
+        assert [host.of(one)[0] for one in chosen] == [there for _, there in found] and any(there for _, there in found)
+    # of the first rank, all blocks on the host but the last in time; its copies back hide behind nothing
+    assert planner.seconds[0][1, -1] > planner.seconds[0][0, -1]
+    rates = dataclasses.replace(planner.rates, host=1e18)  # at which copies take no time
+    planner.seconds = [seconds_of(runs, config, 1, rates) for runs in planner.runs]
+    last_kept, last_sent = (planner.peaks[1].of(choice)[0] for choice in ((3, 0), (3, 3)))
+    plan = planner.plan(max(last_kept, planner.peaks[0].of((3, 0))[0]) / 2**30)
+    assert last_kept <= last_sent and plan.blocks[2:] == ("offload", "keep")

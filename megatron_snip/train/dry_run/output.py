@@ -150,6 +150,8 @@ def _rows(one: Measured, with_gemms: bool) -> list[list[str]]:
     rows = [row("", lambda stretch: stretch.name)]
     rows += [row(f"{kind}, GiB", lambda s, kind=kind: f"{s.peak[kind] / _GIB:.2f}") for kind in KINDS]  # type: ignore[misc]
     rows.append(row("peak, GiB", lambda s: f"{s.total / _GIB:.2f}"))
+    if any(stretch.host for stretch in one.stretches):
+        rows.append(row("on the host, GiB", lambda s: f"{s.host / _GIB:.2f}"))
     rows.append(row("a block keeps for backward, MiB", lambda s: f"{s.kept / 2**20:.2f}"))
     rows.append(row("TFLOP", lambda s: f"{s.counts[('flops',)] / 1e12:.4g}"))
     pairs = sorted({pair for stretch in one.stretches for pair in _collectives(stretch)})

@@ -16,16 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_snip.train.dry_run.counts import Counts, Tracker
+from megatron_snip.train.dry_run.counts import HOST, Counts, Tracker
 
 OUTSIDE = -1
+_OF_FORWARD = ("activations", "casts", HOST)
 
 
 @dataclass(frozen=True)
 class Phase:
     """Bytes at the peak of a phase of ``block``, and block -> bytes kept meanwhile for later backwards.
 
-    kept leaves out the microbatch that the phase itself runs of its block.
+    kept leaves out the microbatch that the phase itself runs of its block.  It counts a block's tensors as long as they
+    are on the device: those that leave for the host until they have left, and again from when they return.
+    host: block -> bytes on the host.
     whole: how many microbatches all blocks of the rank keep.
     """
 
@@ -33,87 +36,150 @@ class Phase:
     peak: int
     kept: Mapping[int, int]
     whole: int
+    host: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases of a stretch in order; of each block, the counts of all its phases, and the bytes that a microbatch
-    keeps: block -> bytes.  forwards: how many microbatches ran.
+    """The phases of a stretch in order.  Of each block, the counts of all its phases and of its forwards alone, and the
+    bytes that a microbatch keeps on the device and on the host: block -> bytes.  forwards: how many microbatches ran.
     """
 
     order: tuple[Phase, ...] = ()
     counts: Mapping[int, Counts] = field(default_factory=dict)
     each: Mapping[int, int] = field(default_factory=dict)
     forwards: int = 1
+    forward_counts: Mapping[int, Counts] = field(default_factory=dict)
+    each_host: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Mark:
+    """Where a phase begins in the log; bytes kept at its beginning or end, whichever is more."""
+
+    place: int
+    block: int
+    forward: bool
+    before: Counts
+    kept: Counter[int]
+    host: Counter[int]
+    whole: int
 
 
 class Recorder:
-    """Hooks on the blocks of a rank that note where phases begin.  kept: bytes that forwards have made and hold."""
+    """Hooks on the blocks of a rank that note where phases begin.
 
-    def __init__(self, tracker: Tracker, stages: Mapping[int, Any], kept: Callable[[], int]) -> None:
-        self.tracker, self.kept = tracker, kept
+    serve_all: storages made by forwards that serve all microbatches.  leave: frees what has left for the host.
+    """
+
+    def __init__(
+        self, tracker: Tracker, stages: Mapping[int, Any], serve_all: Callable[[], set[int]], leave: Callable[[], None]
+    ) -> None:
+        self.tracker, self.serve_all, self.leave = tracker, serve_all, leave
         self.blocks = [index for stage in stages.values() for index in stage.blocks()]
         self.begin()
         for stage in stages.values():
+            numbers = list(stage.blocks())
             for index, block in stage.blocks().items():
-                self._watch(index, block, first=index == next(iter(stage.blocks())))
+                first = index == numbers[0]
+                # the pipeline holds what it receives
+                self._watch(index, block, ends_backward=first, holds_input=stage.first or not first)
 
     def begin(self) -> None:
         """Restart with the stretch."""
-        self.held: dict[tuple[int, int], int] = {}  # (block, microbatch) -> bytes that its forward keeps
+        self.held: dict[tuple[int, int], list[Any]] = {}  # (block, microbatch) -> storages that its forward keeps
         self.seen: Counter[int] = Counter()  # forwards of each block
-        self.marks: list[tuple[int, int, dict[tuple[int, int], int], Counts]] = []
+        self.marks: list[_Mark] = []
         self.each: dict[int, int] = {}
-        self._mark(OUTSIDE)
+        self.each_host: dict[int, int] = {}
+        self._open(OUTSIDE)
 
-    def _mark(self, block: int) -> None:
-        self.marks.append((len(self.tracker.memory.log), block, dict(self.held), self.tracker.counts.copy()))
+    def _sizes(self) -> tuple[Counter[int], Counter[int]]:
+        """Bytes by block on the device and on the host."""
+        kept: Counter[int] = Counter()
+        host: Counter[int] = Counter()
+        for (block, _), entries in self.held.items():
+            there = sum(entry.size for entry in entries if entry.kind == HOST)
+            here = sum(one.size for entry in entries for one in (*entry.fetched, entry) if one.kind != HOST)
+            kept[block] += here
+            host[block] += there
+            # once nothing is on its way
+            self.each[block] = min(here, self.each.get(block, here))
+            self.each_host[block] = max(there, self.each_host.get(block, there))
+        return kept, host
 
-    def _watch(self, index: int, block: nn.Module, *, first: bool) -> None:
-        before = [0]
+    def _close(self) -> None:
+        """End the current phase."""
+        mark = self.marks[-1]
+        mark.kept |= self._sizes()[0]  # the maximum
+
+    def _open(self, block: int, *, forward: bool = False) -> None:
+        microbatches = Counter(each for each, _ in self.held)
+        whole = min((microbatches[each] for each in self.blocks), default=0)
+        memory = self.tracker.memory
+        self.marks.append(_Mark(len(memory.log), block, forward, self.tracker.counts.copy(), *self._sizes(), whole))
+
+    def _watch(self, index: int, block: nn.Module, *, ends_backward: bool, holds_input: bool) -> None:
+        memory, before = self.tracker.memory, [0]
+        inputs: list[list[Any]] = [[]]
 
         def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
             if torch._C._current_graph_task_id() != -1:
                 return  # recomputation in backward
             x = args[0]
-            if first and isinstance(x, Tensor) and x.requires_grad:
-                x.register_hook(lambda _: self._mark(OUTSIDE))
-            before[0] = self.kept()
-            self._mark(index)
+            if ends_backward and isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(lambda _: self._begin_phase(OUTSIDE))
+            self._close()
+            # the block that reads x decides whether it is kept, not the one that made it
+            read = memory.of(x) if holds_input else None
+            inputs[0] = [] if read is None else [read]
+            before[0] = len(memory.log)
+            self._open(index, forward=True)
 
         def end(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             if torch._C._current_graph_task_id() != -1:
                 return
+            self.leave()
+            self._close()
             microbatch = self.seen[index]
             self.seen[index] += 1
             if out.requires_grad:
-                self.held[index, microbatch] = self.each[index] = self.kept() - before[0]
-                out.register_hook(lambda _: self._backward(index, microbatch))
-            self._mark(OUTSIDE)
+                left_out = {*self.serve_all(), id(memory.of(out))}
+                made = {id(entry): entry for entry, _ in memory.log[before[0] :] if entry.kind in _OF_FORWARD}
+                self.held[index, microbatch] = [
+                    *inputs[0], *(entry for key, entry in made.items() if entry.size and key not in left_out)
+                ]  # fmt: skip
+                out.register_hook(lambda _: self._begin_phase(index, (index, microbatch)))
+            self._open(OUTSIDE)
 
         block.register_forward_pre_hook(begin, prepend=True)
         block.register_forward_hook(end)
 
-    def _backward(self, index: int, microbatch: int) -> None:
-        self.held.pop((index, microbatch), None)
-        self._mark(index)
+    def _begin_phase(self, block: int, runs: tuple[int, int] | None = None) -> None:
+        self._close()
+        if runs is not None:
+            self.held.pop(runs, None)
+        self._open(block)
 
     def phases(self) -> Phases:
         """The phases of the stretch that ran."""
-        changes = [change for _, change in self.tracker.memory.log]
+        self._close()
+        log = self.tracker.memory.log
+        changes = [0 if entry.kind == HOST else change for entry, change in log]
         live = np.concatenate([[0], np.cumsum(np.array(changes, dtype=np.int64))])
-        ends = [*(place for place, *_ in self.marks[1:]), len(changes)]
-        last = self.tracker.counts
-        order, counts = [], {block: Counter[tuple[str | int, ...]]() for block in (*self.blocks, OUTSIDE)}
-        for number, (place, block, held, before) in enumerate(self.marks):
-            after = self.marks[number + 1][3] if number + 1 < len(self.marks) else last
+        ends = [*(mark.place for mark in self.marks[1:]), len(changes)]
+        order = []
+        blocks = (*self.blocks, OUTSIDE)
+        counts: dict[int, Counts] = {block: Counter() for block in blocks}
+        forward: dict[int, Counts] = {block: Counter() for block in blocks}
+        for number, mark in enumerate(self.marks):
+            after = self.marks[number + 1].before if number + 1 < len(self.marks) else self.tracker.counts
             for what, count in after.items():
-                if more := count - before[what]:
-                    counts[block][what] += more
-            kept: Counter[int] = Counter()
-            for (each, _), size in held.items():
-                kept[each] += size
-            microbatches = Counter(each for each, _ in held)
-            whole = min((microbatches[each] for each in self.blocks), default=0)
-            order.append(Phase(block, int(live[place : ends[number] + 1].max()), dict(kept), whole))
-        return Phases(tuple(order), counts, dict(self.each), max(self.seen.values(), default=1))
+                if more := count - mark.before[what]:
+                    counts[mark.block][what] += more
+                    if mark.forward:
+                        forward[mark.block][what] += more
+            peak = int(live[mark.place : ends[number] + 1].max())
+            order.append(Phase(mark.block, peak, dict(mark.kept), mark.whole, dict(mark.host)))
+        times = max(self.seen.values(), default=1)
+        return Phases(tuple(order), counts, dict(self.each), times, forward, dict(self.each_host))

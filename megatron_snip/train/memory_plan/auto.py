@@ -20,9 +20,9 @@ from megatron_snip.model.stages import is_interleaved, stage_blocks
 from megatron_snip.runtime import Runtime
 from megatron_snip.train.dry_run.counts import Measured
 from megatron_snip.train.dry_run.measure import end_ranks, measure, measure_phases, processes
-from megatron_snip.train.health.memory import free_memory
-from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, made_for
-from megatron_snip.train.memory_plan.program import GIB, Chosen, Peaks, Runs, peaks_of, solve
+from megatron_snip.train.health.memory import check_host_memory, free_memory
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, made_for, read_memory_plan
+from megatron_snip.train.memory_plan.program import GIB, Chosen, Peaks, Runs, host_peaks_of, peaks_of, solve
 from megatron_snip.train.memory_plan.rates import Rates, rates_of
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -46,8 +46,10 @@ def measured_ranks(config: Config) -> list[int]:
 
 
 def choices_of(config: Config) -> tuple[str, ...]:
-    """The choices that a run may make."""
-    return tuple(choice for choice in CHOICES if not (choice == "selective" and config.training.compile))
+    """The choices that a run may make: offload only if it is told how much of the host is its own."""
+    left_out = {"selective"} if config.training.compile else set()
+    left_out |= {"offload"} if config.dry_run.host_memory_gib is None else set()
+    return tuple(choice for choice in CHOICES if choice not in left_out)
 
 
 def measure_runs(config: Config, world_size: int, pool: ProcessPoolExecutor) -> list[Runs]:
@@ -74,12 +76,16 @@ def measure_runs(config: Config, world_size: int, pool: ProcessPoolExecutor) -> 
 def seconds_of(runs: Runs, config: Config, dp: int, rates: Rates) -> NDArray[np.float64]:
     """[B, O]: modelled seconds of an iteration that a block takes under each choice."""
     stretch = 1 if config.precision.precision == "snip" else 0  # most iterations run under a plan
+    # those whose backward begins a stage's; on the last stage nothing has left by then
+    exposed = {stage[-1] for stage in stage_blocks(config.model.num_layers, config.parallel)[:-1] if stage}
     table = np.zeros((len(runs.blocks), len(runs.choices)))
     for column, of_choice in enumerate(runs.by_choice.values()):
         phases = of_choice[stretch][1]
         for row, block in enumerate(runs.blocks):
+            forward = phases.forward_counts[block]
+            backward = phases.counts[block] - forward
             times = config.num_microbatches(dp) / phases.forwards
-            table[row, column] = rates.seconds(phases.counts[block]) * times
+            table[row, column] = rates.block_seconds(forward, backward, exposed=block in exposed) * times
     return table
 
 
@@ -91,23 +97,24 @@ class Planner:
         self.rates, dp = rates_of(config), config.data_parallel_size(world_size)
         self.runs = measure_runs(config, world_size, pool)
         self.peaks: list[Peaks] = [peaks_of(runs) for runs in self.runs]
+        self.host_peaks: list[Peaks] = [host_peaks_of(runs) for runs in self.runs]
         self.seconds = [seconds_of(runs, config, dp, self.rates) for runs in self.runs]
 
     def plan(self, gib: float, short: float = 0.0) -> MemoryPlan:
         """The fastest plan whose peaks stay within ``gib`` less ``short`` on every rank.  Raises UserError if none."""
         choices, blocks = choices_of(self.config), held_blocks(self.config)
-        budget = int((gib - short) * GIB)
+        budget, host_gib = int((gib - short) * GIB), self.config.dry_run.host_memory_gib
         solved: dict[bytes, Chosen] = {}
         chosen, found = ["keep"] * self.config.model.num_layers, []
-        for runs, peaks, seconds in zip(self.runs, self.peaks, self.seconds, strict=True):
-            key = peaks.values.tobytes() + peaks.base.tobytes() + seconds.tobytes()
+        for runs, peaks, host, seconds in zip(self.runs, self.peaks, self.host_peaks, self.seconds, strict=True):
+            key = peaks.values.tobytes() + peaks.base.tobytes() + host.values.tobytes() + seconds.tobytes()
             if key not in solved:
                 what = f"pipeline rank {runs.stage}"
-                solved[key] = solve(peaks, seconds, budget, what)
+                solved[key] = solve(peaks, seconds, budget, what, host, int((host_gib or 0) * GIB))
             found.append(solved[key])
             for block, choice in zip(blocks[runs.stage], solved[key].choice, strict=True):
                 chosen[block] = choices[choice]
-        ranks = tuple(RankCost(rank, one.peak, one.seconds) for rank, one in enumerate(found))
+        ranks = tuple(RankCost(rank, one.peak, one.seconds, one.host) for rank, one in enumerate(found))
         of_run = made_for(self.config, self.world_size)
         status = "optimal" if all(one.status == "optimal" for one in found) else "limit"
         return MemoryPlan(tuple(chosen), of_run, gib, ranks, self.rates.name, status, max(one.gap for one in found))
@@ -146,15 +153,18 @@ def budget_of(config: Config, device: torch.device | None) -> float:
 
 
 def plan_of_run(config: Config, here: Runtime) -> MemoryPlan | None:
-    """The plan of --memory-plan auto, which rank 0 makes; None for other values.  Every rank must call it.
+    """The plan of --memory-plan, which for auto rank 0 makes; None for none.  Every rank must call it.
 
-    Raises UserError on all ranks.
+    Raises UserError on all ranks, also if the machine lacks the memory that the plan may use of it.
     """
     if config.training.memory_plan != "auto":
-        return None
+        given = read_memory_plan(config, here.world_size)
+        if given is not None and (host := max((rank.host for rank in given.ranks), default=0)):
+            check_host_memory(host / GIB, f"--memory-plan {config.training.memory_plan}")
+        return given
     told: list[tuple[str, object]] = [("", None)]
     if here.rank == 0:
-        told = [_plan_or_error(lambda: make_plan(config, here.world_size, budget_of(config, here.device))[0])]
+        told = [_plan_or_error(lambda: _checked_plan(config, here))]
     dist.broadcast_object_list(told, src=0)
     error, values = told[0]
     if error:
@@ -163,6 +173,12 @@ def plan_of_run(config: Config, here: Runtime) -> MemoryPlan | None:
     plan = MemoryPlan.from_dict(values)
     LOGGER.info(f"memory plan {plan.hash} for {plan.memory_gib:.4g} GiB: {plan.told}")
     return plan
+
+
+def _checked_plan(config: Config, here: Runtime) -> MemoryPlan:
+    if config.dry_run.host_memory_gib is not None:
+        check_host_memory(config.dry_run.host_memory_gib, "--host-memory-gib")
+    return make_plan(config, here.world_size, budget_of(config, here.device))[0]
 
 
 def _plan_or_error(make: Callable[[], MemoryPlan]) -> tuple[str, object]:
@@ -177,8 +193,9 @@ def as_lines(plan: MemoryPlan) -> list[str]:
     pp = len(plan.ranks)
     lines = [f"memory plan {plan.hash} for {plan.memory_gib:g} GiB ({plan.status}, gap {plan.gap:.2g}): {plan.told}"]
     for rank in plan.ranks:
+        host = f" and {rank.host / GIB:.2f} GiB on the host" if rank.host else ""
         lines.append(
-            f"  pipeline rank {rank.stage} of {pp}: predicted peak {rank.peak / GIB:.2f} GiB, blocks take "
+            f"  pipeline rank {rank.stage} of {pp}: predicted peak {rank.peak / GIB:.2f} GiB{host}, blocks take "
             f"{rank.seconds:.4g} s an iteration by {plan.rates} rates"
         )
     return [*lines, *(f"  {line}" for line in _spans(plan.blocks))]

@@ -2,15 +2,16 @@
 
     {"version": 1, "blocks": ["full", "selective", "keep", "keep"], "memory_gib": 80.0,
      "made_for": {"num_layers": 4, "hidden_size": 4096, ..., "data_parallel_size": 8},
-     "ranks": [{"stage": 0, "peak": 70123456789, "seconds": 0.41}, ...],
+     "ranks": [{"stage": 0, "peak": 70123456789, "seconds": 0.41, "host": 0}, ...],
      "rates": "nominal", "status": "optimal", "gap": 0.0, "hash": "0123456789abcdef"}
 
     keep       keeps all activations
     selective  recomputes the attention and the MLP, as --recompute-modules core_attn mlp does
     full       keeps only its input, and runs again in backward
+    offload    keeps all activations on the host
 
-ranks: of each pipeline rank, the predicted bytes at the peak, and the modelled seconds of an iteration without the
-pipeline's bubble.
+ranks: of each pipeline rank, the predicted bytes at the peak and on the host (older files do not have host), and the
+modelled seconds of an iteration without the pipeline's bubble.
 made_for: the options that decide what activations take.  A run with others refuses the plan, because its memory would
 be another.
 The hash is the first 16 hex digits of the SHA-256 of the canonical JSON of blocks and made_for.  Ranks must agree on
@@ -65,13 +66,14 @@ class _Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stage: Count
     peak: Count
     seconds: Finite
+    host: Count = 0
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A memory plan's file; see the module's docstring."""
 
     version: Count
-    blocks: Annotated[list[Literal["keep", "selective", "full"]], Meta(min_length=1)]
+    blocks: Annotated[list[Literal["keep", "selective", "full", "offload"]], Meta(min_length=1)]
     memory_gib: Finite | None
     made_for: dict[Text, Any]
     ranks: list[_Rank]
@@ -83,11 +85,12 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class RankCost:
-    """Prediction for pipeline rank ``stage``: bytes at the peak, and modelled seconds of an iteration."""
+    """Of pipeline rank ``stage``: predicted bytes at the peak, modelled seconds of an iteration, bytes on the host."""
 
     stage: int
     peak: int
     seconds: float
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class MemoryPlan:
                 raise JsonFileError("this is a plan of precisions, not a memory plan")
             check_version(values, VERSION)
             found = checked(values, _File)
-            ranks = tuple(RankCost(one.stage, one.peak, one.seconds) for one in found.ranks)
+            ranks = tuple(RankCost(one.stage, one.peak, one.seconds, one.host) for one in found.ranks)
             plan = cls(
                 tuple(found.blocks), found.made_for, found.memory_gib, ranks, found.rates, found.status, found.gap
             )

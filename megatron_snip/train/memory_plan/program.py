@@ -7,7 +7,8 @@ block b(p),
     peak[p] = P[x_b(p), p] - sum_b K[x_b(p), p, b] + sum_b K[x_b, p, b]
 
 This is linear in one-hot columns, so each phase is a row: peak[p] <= the memory.  Outside of blocks the first two terms
-do not depend on x; the largest counts.  Nothing is estimated, and there is no safety factor.
+do not depend on x; the largest counts.  Nothing is estimated, and there is no safety factor.  What blocks keep on the
+host in a phase is a row of the same form, with nothing but K.
 
 Ranks do not share memory, and a rank's time depends on its own blocks alone.  So each rank is a program of its own, and
 the plan that is fastest on each rank has the least time on the slowest one, too.
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
-from megatron_snip.snip.plan.milp import Answer, Effort, Model, Row, run_highs
+from megatron_snip.snip.plan.milp import Answer, Effort, Model, Row, run_highs, scaled
 from megatron_snip.snip.plan.program import Ints
 from megatron_snip.train.dry_run.counts import Stretch
 from megatron_snip.train.dry_run.phases import OUTSIDE, Phases
@@ -96,6 +97,22 @@ def peaks_of(runs: Runs) -> Peaks:
     return _undominated(Peaks(np.array(bases), np.array(values), tuple(names)))
 
 
+def host_peaks_of(runs: Runs) -> Peaks:
+    """Bytes on the host in each phase; those that others dominate are left out."""
+    values, names = [], []
+    for of_choices in zip(*runs.by_choice.values(), strict=True):
+        for alike in zip(*(phases.order for _, phases in of_choices), strict=True):
+            if min(phase.whole for phase in alike) < runs.microbatches_less:
+                continue
+            kept = [
+                [phase.host.get(b, 0) - runs.microbatches_less * phases.each_host.get(b, 0) for b in runs.blocks]
+                for phase, (_, phases) in zip(alike, of_choices, strict=True)
+            ]
+            values.append(np.array(kept, dtype=np.int64).reshape(len(alike), len(runs.blocks)).T)
+            names.append(of_choices[0][0].name)
+    return _undominated(Peaks(np.zeros(len(values), dtype=np.int64), np.array(values), tuple(names)))
+
+
 def _undominated(peaks: Peaks) -> Peaks:
     """Without phases that another exceeds in every plan, comparing entry by entry."""
     flat = np.column_stack([peaks.base, peaks.values.reshape(len(peaks.base), -1)])
@@ -111,17 +128,28 @@ def _undominated(peaks: Peaks) -> Peaks:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A plan of one rank [B], its peak in bytes, the seconds of its blocks, HiGHS's status and relative gap."""
+    """A plan of one rank [B], its peak in bytes, the seconds of its blocks, HiGHS's status and relative gap.
+
+    host: bytes on the host at most.
+    """
 
     choice: tuple[int, ...]
     peak: int
     seconds: float
     status: str
     gap: float
+    host: int = 0
 
 
-def solve(peaks: Peaks, seconds: NDArray[np.float64], budget: int, what: str) -> Chosen:
-    """The plan that fits ``budget`` bytes in the least time.  seconds [B, O].
+def solve(
+    peaks: Peaks,
+    seconds: NDArray[np.float64],
+    budget: int,
+    what: str,
+    host: Peaks | None = None,
+    host_budget: int = 0,
+) -> Chosen:
+    """The plan that fits ``budget`` bytes, and ``host_budget`` of the host's, in the least time.  seconds [B, O].
 
     what: the rank in messages.  Raises UserError with what is missing if no plan fits.
     """
@@ -133,25 +161,27 @@ def solve(peaks: Peaks, seconds: NDArray[np.float64], budget: int, what: str) ->
     cost = seconds - seconds.min(axis=1, keepdims=True)
     unit = float(np.abs(peaks.values).max())
     rows = [Row(v / unit, (budget - base) / unit) for v, base in zip(peaks.values, peaks.base, strict=True)]
-    answer = run_highs(Model(cost, rows), Effort(0.0, _NODES, _SECONDS, time.perf_counter()))
+    on_host = [] if host is None else [scaled(v.astype(float), host_budget) for v in host.values]
+    answer = run_highs(Model(cost, [*rows, *on_host]), Effort(0.0, _NODES, _SECONDS, time.perf_counter()))
     if answer is None or peaks.of(answer.choice)[0] > budget + unit * 1e-8:
-        raise _short(peaks, least(peaks, cost), budget, what)
-    return _chosen(answer, peaks, seconds)
+        raise _short(peaks, least(peaks, cost, on_host), budget, what)
+    return _chosen(answer, peaks, seconds, host)
 
 
-def _chosen(answer: Answer, peaks: Peaks, seconds: NDArray[np.float64]) -> Chosen:
+def _chosen(answer: Answer, peaks: Peaks, seconds: NDArray[np.float64], host: Peaks | None) -> Chosen:
     choice = tuple(int(one) for one in answer.choice)
     taken = float(seconds[np.arange(len(choice)), list(choice)].sum())
     gap = (answer.cost - answer.bound) / answer.cost if answer.cost > 0 else 0.0
-    return Chosen(choice, peaks.of(choice)[0], taken, answer.status, max(0.0, gap))
+    there = 0 if host is None else host.of(choice)[0]
+    return Chosen(choice, peaks.of(choice)[0], taken, answer.status, max(0.0, gap), there)
 
 
-def least(peaks: Peaks, cost: NDArray[np.float64]) -> tuple[int, ...]:
-    """The plan with the lowest peak."""
+def least(peaks: Peaks, cost: NDArray[np.float64], on_host: Sequence[Row] = ()) -> tuple[int, ...]:
+    """The plan with the lowest peak that keeps the host's rows."""
     unit = float(np.abs(peaks.values).max())
     rows = [Row(v / unit, -base / unit, z=1.0) for v, base in zip(peaks.values, peaks.base, strict=True)]
     answer = run_highs(
-        Model(np.zeros_like(cost), rows, longest=0.0), Effort(0.0, _NODES, _SECONDS, time.perf_counter())
+        Model(np.zeros_like(cost), [*rows, *on_host], longest=0.0), Effort(0.0, _NODES, _SECONDS, time.perf_counter())
     )
     assert answer is not None, "some plan has the lowest peak"
     return tuple(int(one) for one in answer.choice)

@@ -15,23 +15,36 @@ from megatron_snip.formats import get_format
 from megatron_snip.quant import GEMMS
 from megatron_snip.snip.plan.cost import GemmTimes
 from megatron_snip.snip.plan.options import read_times
+from megatron_snip.train.dry_run.counts import HOST, Counts
 from megatron_snip.train.dry_run.device import device_of
 
+#: GB/s.  PCIe 5.0 x16 carries 63 in each direction (32 GT/s, 16 lanes, 128b/130b); packet headers leave about 55.
+_PCIE_5 = 55.0
 #: Bits of an element by the dry run's names of GEMM operands.
 _BITS = {"fp4": 4, "fp6": 6, "fp8": 8, "fp8 (E5M2)": 8, "bf16": 16, "fp32": 32}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """bf16: dense BF16 FLOP/s of a GPU.  link: bytes per second and direction between tp or cp ranks.
-
-    times: ratios of formats.  name: where the numbers come from.
+    """bf16: dense BF16 FLOP/s of a GPU.  link, host: bytes per second and direction between tp or cp ranks, and to the
+    host.  times: ratios of formats.  name: where the numbers come from.
     """
 
     bf16: float
     link: float
     times: GemmTimes
     name: str = "nominal"
+    host: float = _PCIE_5 * 1e9
+
+    def block_seconds(self, forward: Counts, backward: Counts, *, exposed: bool = False) -> float:
+        """Seconds of a block's forward and backward, with the copies to the host that its forward makes.
+
+        A copy hides behind as much computation as that of the block itself: its own and the next block's overlap, and
+        blocks are alike.  exposed: its copies back do not hide, because no backward comes first.
+        """
+        copies = sum(count for what, count in forward.items() if what[:2] == ("bytes", HOST)) / self.host
+        run = self.seconds(backward)
+        return max(self.seconds(forward), copies) + (run + copies if exposed else max(run, copies))
 
     def seconds(self, counts: Mapping[tuple[Any, ...], int]) -> float:
         """Seconds of what a dry run counted.  Collectives over dp and pp overlap with GEMMs and are left out."""
@@ -60,4 +73,5 @@ def rates_of(config: Config) -> Rates:
     """The rates of the device that a dry run assumes: H100, or B200 for formats that only Blackwell has."""
     times = read_times(config.snip)
     bf16, link = (2250e12, 900e9) if device_of(config) == "blackwell" else (989e12, 450e9)
-    return Rates(bf16, link, times, "nominal" if times.times is None else f"nominal, {times.hardware}")
+    host = 1e9 * (config.dry_run.host_bandwidth or _PCIE_5)
+    return Rates(bf16, link, times, "nominal" if times.times is None else f"nominal, {times.hardware}", host)
