@@ -302,6 +302,8 @@ class DryRunConfig:
     memory_gib: Optional[float] = None
     # GiB of the machine's memory that each rank may use, for --memory-plan auto; none: nothing goes to the host.
     host_memory_gib: Optional[float] = None
+    # GB/s in each direction between a GPU and the machine's memory, for host-memory-gib; by default PCIe 5.0's 55.
+    host_bandwidth: Optional[float] = None
     dry_run_gemms: bool = False  # With --dry-run: also list the shapes and formats of all GEMMs.
 
 

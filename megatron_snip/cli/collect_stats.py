@@ -59,6 +59,9 @@ def probe_config(config: Config, iteration: int, batches: int) -> Config:
         snip_objective="snip",  # the run's own may be unknown here
         eval_interval=None,
         memory_plan="none",  # it may be for another layout
+        memory_gib=None,
+        host_memory_gib=None,
+        host_bandwidth=None,
         wandb_project=None,
         **longer,
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron_snip.config import ModelConfig
 from megatron_snip.mesh import Mesh
 from megatron_snip.model.document_ends import Documents
+from megatron_snip.model.offload import Offload
 from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.model.spec import ModelSpec, spec_of
 from megatron_snip.parallel.tags import Tags, add_parameter
@@ -33,6 +34,7 @@ class Build:
     recompute: Recompute = NOTHING
     documents: Documents | None = None  # None if document boundaries are ignored
     weight_dtype: torch.dtype = torch.float32  # of parameters
+    offload: Offload | None = None  # None if no block keeps activations on the host
 
     def of_block(self, index: int) -> Build:
         """The settings of one block."""

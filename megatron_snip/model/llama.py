@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron_snip.config import ModelConfig
 from megatron_snip.model.attention import Attention
 from megatron_snip.model.build import Build, RMSNorm
+from megatron_snip.model.offload import Sent
 from megatron_snip.model.output import OutputLayer, logits_of
 from megatron_snip.model.recompute import run_again
 from megatron_snip.model.rotary import rotary_tables
@@ -72,6 +73,11 @@ class Block(nn.Module):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         # not ``forward``: FSDP's hooks and the probe's eager path stay outside the graph
         self._compiled = torch.compile(self._run, backend=backend, fullgraph=True, dynamic=False)
+
+    def weights(self) -> list[Tensor]:
+        """The weights that this rank computes with now, and what linears keep of them for a step."""
+        linears = [one for one in self.modules() if isinstance(one, (ColumnParallelLinear, RowParallelLinear))]
+        return [*map(local, self.parameters()), *(part for one in linears for part in one.kept_of_weight())]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: StepContext, mask: Tensor | None = None) -> Tensor:
         """x [B, S/tp or S, H] -> the same shape."""
@@ -180,7 +186,7 @@ class LlamaStage(nn.Module):
         key = RoundingKey(self.build.seed, context.iteration, stream=0, row0=row0, col0=0, rows=rows)
         context = dataclasses.replace(context, key=key)
         x = self.embed_tokens(x) if self.first and self.embed_tokens is not None else _ContiguousGrad.apply(x)
-        blocks = list(self.layers.values())
+        blocks = list(self.blocks().values())
         cos, sin, mask = self._tables(sample_index[0])
 
         def run(x: Tensor, members: range) -> Tensor:
@@ -188,8 +194,20 @@ class LlamaStage(nn.Module):
                 x = blocks[i](x, cos, sin, context, mask)
             return x
 
+        offload = self.build.offload if torch.is_grad_enabled() else None
+        sent: Sent | None = None
         for members, again in self.build.recompute.runs(self.held):
-            x = run_again(run, x, members, region=self.build.region) if again else run(x, members)
+            before, sent = sent, None
+            if again:
+                x = run_again(run, x, members, region=self.build.region)
+            elif offload is not None and self.build.recompute.offloads(self.held[members.start]):
+                # the pipeline holds what it received until backward
+                stays = (cos, sin, mask, None if self.first or members.start else x)
+                x, sent = offload.run(run, x, members, stays=stays, weights=blocks[members.start].weights)
+            else:
+                x = run(x, members)
+            if offload is not None:
+                offload.after(x, before, sent)
         return x
 
     def logits(self, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     full, uniform    groups of --recompute-num-layers consecutive blocks
     full, block      the first --recompute-num-layers blocks of a stage, one by one
     selective        in every block, the --recompute-modules: core_attn, mlp
-    a memory plan    one of `CHOICES` for each block
+    a memory plan    one of `CHOICES` for each block; offload recomputes nothing (see `offload`)
 
 Names and meanings are Megatron-LM's (arXiv 2205.05198), except the plan's.  Recomputation changes no bit.
 """
@@ -22,8 +22,9 @@ from megatron_snip.parallel.tensor import Region
 
 #: Values of --recompute-modules.
 MODULES = ("core_attn", "mlp")
-#: What a memory plan may choose for a block: keep all activations; recompute MODULES; recompute the whole block.
-CHOICES = ("keep", "selective", "full")
+#: What a memory plan may choose for a block: keep all activations; recompute MODULES; recompute the whole block; keep
+#: them on the host.
+CHOICES = ("keep", "selective", "full", "offload")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Recompute:
             return [(range(start, min(start + self.num_layers, blocks)), True) for start in starts]
         first = self.num_layers if self.granularity == "full" else 0
         return [(range(block, block + 1), block < first) for block in range(blocks)]
+
+    def offloads(self, block: int) -> bool:
+        """Whether a block of the model keeps its activations on the host."""
+        return bool(self.plan) and self.plan[block] == "offload"
 
     def of_block(self, index: int) -> Recompute:
         """The options of one block."""

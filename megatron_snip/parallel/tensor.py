@@ -216,6 +216,10 @@ class _ParallelLinear(nn.Module):
         (y,) = linears_of_one_input([self], x, context, up)
         return self.region.leave(y) if self.split_dim == 1 else y
 
+    def kept_of_weight(self) -> list[Tensor]:
+        """Tensors made of the weight that live for a whole step."""
+        return [] if self.weight_casts is None else LINEAR_IMPLS[self.impl].kept_of_weight(self.weight_casts)
+
     def extra_repr(self) -> str:
         """Shape, split and present precision, for `print(model)`."""
         return f"{self.name}, {self.in_features} -> {self.out_features}, precision={self.precision}"

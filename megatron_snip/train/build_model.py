@@ -10,6 +10,7 @@ from megatron_snip.mesh import Axis, Mesh
 from megatron_snip.model.build import Build
 from megatron_snip.model.document_ends import Documents
 from megatron_snip.model.llama import LlamaStage, build_stages
+from megatron_snip.model.offload import Offload
 from megatron_snip.model.recompute import Recompute
 from megatron_snip.model.stages import stage_blocks
 from megatron_snip.parallel.data import keeps_weights, shard_over_dp
@@ -46,7 +47,8 @@ def build_model(
     )  # fmt: skip
     region = Region(mesh.tp, config.parallel.sequence_parallel, mesh.tp_cp)
     stored = torch.float32 if t.optimizer_precision == "fp32" else torch.bfloat16
-    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config, mesh.cp), stored)
+    offload = Offload(device) if "offload" in again.plan else None
+    build = Build(m, mesh, region, t.seed, dtype, device, again, documents_of(config, mesh.cp), stored, offload)
     stages = build_stages(
         build,
         stage_blocks(m.num_layers, config.parallel),

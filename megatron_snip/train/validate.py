@@ -44,7 +44,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "2 or more": (lambda value: value >= 2, ("spike_window",)),  # a standard deviation needs two
     "a number above 0": (lambda value: value > 0, (
         "rotary_base", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "norm_epsilon",
-        "adam_eps", "memory_gib", "host_memory_gib", "snip_max_loss",
+        "adam_eps", "memory_gib", "host_memory_gib", "host_bandwidth", "snip_max_loss",
     )),
     "a number above 0, at most 1000000": (lambda value: 0 < value <= 1e6, (  # clocks overflow
         "distributed_timeout_minutes", "snip_solve_timeout",
@@ -321,10 +321,13 @@ def _validate_dry_run(config: Config) -> None:
             "host, but --optimizer-cpu-offload is given; drop one"
         )
     for name, value in given.items():
-        if name in ("memory_gib", "host_memory_gib") and config.training.memory_plan == "auto":
-            continue
-        if name == "host_memory_gib" and value is not None:
+        auto = config.training.memory_plan == "auto"
+        if name == "host_memory_gib" and value is not None and not auto:
             raise UserError(f"--host-memory-gib {value} needs --memory-plan auto; add it, or drop this option")
+        if name == "host_bandwidth" and value is not None and given["host_memory_gib"] is None:
+            raise UserError(f"--host-bandwidth {value} needs --host-memory-gib; add it, or drop this option")
+        if auto and name in ("memory_gib", "host_memory_gib", "host_bandwidth"):
+            continue
         if value is not None and value is not False and not given["dry_run"] and name != "dry_run":
             raise UserError(f"--{name.replace('_', '-')} {value} needs --dry-run; add it, or drop this option")
 

@@ -62,7 +62,7 @@ WORDS = {
     "snip_fix": "layers.0.*=fp8",
     "snip_stage_constraint": "each", "snip_churn": "0.25", "gemm_times": "times.json",
     "snip_objective": "random", "snip_probe_tokens": "512", "snip_weight": "2.0",
-    "snip_trials": "4", "snip_trial_tokens": "256", "snip_max_loss": "0.05",
+    "snip_trials": "4", "snip_trial_tokens": "256", "snip_max_loss": "0.05", "host_bandwidth": "450",
     "snip_warmup_precision": "fp8", "snip_final_precision": "bf16/plan/plan", "snip_final_iters": "3",
     "snip_solve_timeout": "30", "snip_guard": True, "snip_guard_patience": "3", "snip_bf16_eval_interval": "4",
     "dry_run": True, "world_size": "512", "memory_gib": "80.5", "host_memory_gib": "48.5", "dry_run_gemms": True,

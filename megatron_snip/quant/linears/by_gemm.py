@@ -11,7 +11,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
 from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.group import Group, run_group
-from megatron_snip.quant.linears.operands import Backend, Backends, LinearCall, Sizes
+from megatron_snip.quant.linears.operands import Backend, Backends, Casts, LinearCall, Sizes
 from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
 
 _PLAIN = Emulated()  # for bf16; it multiplies the tensors themselves
@@ -55,6 +55,10 @@ class ByGemm:
     def run_whole(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] -> y [..., N], for linears that have no backends."""
         raise NotImplementedError
+
+    def kept_of_weight(self, casts: Casts) -> list[Tensor]:
+        """Tensors made of the weight of these ``Casts`` that live for a whole step."""
+        return casts.tensors()
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
         """Map each format to the name of what multiplies its GEMMs; if they are emulated, also say why."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.quant.linears.by_gemm import ByGemm
-from megatron_snip.quant.linears.operands import Backend, Backends, LinearCall, Sizes
+from megatron_snip.quant.linears.operands import Backend, Backends, Casts, LinearCall, Sizes
 from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.linears.transformer_engine import TransformerEngine, missing
 
@@ -46,6 +46,10 @@ class EngineFirst(ByGemm):
     def run_whole(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] -> y [..., N] by Transformer Engine."""
         return self._engine(x, w, call)
+
+    def kept_of_weight(self, casts: Casts) -> list[Tensor]:
+        """The same, with those of Transformer Engine."""
+        return [*super().kept_of_weight(casts), *self._engine.kept_of_weight(casts)]
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
         """What multiplies the GEMMs of each format and, if that may surprise, why not Transformer Engine."""

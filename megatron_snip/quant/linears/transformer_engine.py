@@ -129,6 +129,14 @@ class TransformerEngine:
         if casts is not None and self._modules:
             self._modules.pop(casts, None)
 
+    def kept_of_weight(self, casts: Casts) -> list[Tensor]:
+        """What is kept of a weight: its copy in the compute dtype, and the module's codes and scales."""
+        held = self._modules.get(casts)
+        if held is None:
+            return []
+        codes = [part for one in getattr(held.module, "_fp8_workspaces", {}).values() for part in vars(one).values()]
+        return [part for part in (held.rounded, *codes) if isinstance(part, Tensor)]
+
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] -> y [..., N]."""
         held, first = self._module(w, x.dtype, call)

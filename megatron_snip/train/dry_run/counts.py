@@ -13,6 +13,8 @@ confuse, and does not know casts or what FSDP2 gathers.
     activations  everything else that forward creates
     temporaries  everything else that backward creates: gradients of activations, recomputed activations
 
+Copies that blocks keep on the host (`model.offload`) are in none of these.
+
 Convention: bytes of a collective are those that a rank passes in; for a recv, those that it receives.
 """
 
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,6 +37,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_snip.mesh import AXES, Mesh
+from megatron_snip.model import offload
 from megatron_snip.quant.kernels import op
 
 KINDS = ("parameters", "gradients", "optimiser", "gathered", "activations", "casts", "temporaries")
@@ -65,7 +69,8 @@ Counts = Counter[tuple[str | int, ...]]
 class Stretch:
     """One iteration or probe of one rank: bytes by kind at the peak, and its `Counts`.
 
-    kept: bytes per microbatch that a block's forward keeps for its backward.  host: bytes on the host at most.
+    kept: bytes per microbatch that a block's forward keeps for its backward, before any of them leave for the host.
+    host: bytes on the host at most.
     """
 
     name: str
@@ -101,10 +106,11 @@ class Measured:
 
 
 class _Storage:
-    """A storage's current bytes, its kind, and the format of its values."""
+    """A storage's current bytes, its kind, the format of its values, and its copies that were fetched from the host."""
 
     def __init__(self, size: int, kind: str) -> None:
         self.size, self.kind, self.fmt = size, kind, ""
+        self.fetched: list[_Storage] = []
         self.alive: Any = None  # the weak reference that reports its end
 
 
@@ -141,6 +147,7 @@ class Memory:
 
         def end(_: Any) -> None:
             self.log.append((entry, -entry.size))
+            entry.size = 0
             del self.live[address]
 
         entry.alive = weakref.ref(storage, end)
@@ -182,12 +189,9 @@ class Memory:
         return sum(entry.size for entry in made if id(entry) not in left_out)
 
     def peak(self) -> dict[str, int]:
-        """Bytes by kind at the peak since `begin`."""
-        total = most = moment = 0
-        for place, change in enumerate(self.changes()):
-            total += change
-            if total > most:
-                most, moment = total, place
+        """Bytes of the device by kind at its peak since `begin`."""
+        changes = self.changes()
+        moment = int(np.argmax(np.cumsum(changes))) if changes else 0
         kinds = dict.fromkeys((*KINDS, HOST), 0)
         for entry, change in self.log[: moment + 1]:
             kinds[entry.kind] += change
@@ -219,6 +223,7 @@ class Tracker(TorchDispatchMode):
         self.has_host = False  # whether some tensors are of the kind HOST
         self._axes: dict[str, str] = {}
         self._resize = torch.UntypedStorage.resize_
+        self._to_host, self._to_device = offload.to_host, offload.to_device
         self._shape_of = ShardingPropagator._propagate_tensor_meta_non_cached
         self._propagates = False
 
@@ -256,6 +261,7 @@ class Tracker(TorchDispatchMode):
                 self._propagates = False
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        offload.to_host, offload.to_device = self._sent, self._fetched  # type: ignore[misc]
         # DTensor finds the shape of an op's result once, by the op on fake tensors of the whole shape
         ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[method-assign,assignment]
         super().__enter__()
@@ -264,6 +270,7 @@ class Tracker(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        offload.to_host, offload.to_device = self._to_host, self._to_device
         ShardingPropagator._propagate_tensor_meta_non_cached = self._shape_of  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -326,6 +333,25 @@ class Tracker(TorchDispatchMode):
     def _is_as(self, tensor: Tensor, source: _Storage) -> None:
         if (entry := self.memory.of(tensor)) is not None:
             entry.kind, entry.fmt = source.kind, source.fmt
+
+    def _sent(self, whole: Tensor, stream: Any) -> Tensor:
+        made = self._to_host(whole, stream)
+        self.memory.is_on_host(made)
+        self._count_copy("to host", made)
+        return made
+
+    def _fetched(self, host: Tensor, device: torch.device, stream: Any) -> Tensor:
+        made = self._to_device(host, device, stream)
+        self.memory.mark([made], "activations")
+        there, here = self.memory.of(host), self.memory.of(made)
+        assert there is not None and here is not None
+        there.fetched.append(here)
+        self._count_copy("from host", made)
+        return made
+
+    def _count_copy(self, name: str, made: Tensor) -> None:
+        self.counts["count", HOST, name] += 1
+        self.counts["bytes", HOST, name] += made.nbytes
 
     def _label_casts(self, name: str, args: Any, outs: list[Tensor]) -> None:
         """Mark the outputs of casts, with their format."""

@@ -109,7 +109,7 @@ def measure(config: Config, world_size: int, rank: int, memory_plan: MemoryPlan 
 def measure_phases(config: Config, world_size: int, rank: int, memory_plan: MemoryPlan) -> list[tuple[Stretch, Phases]]:
     """The same cut into phases, without trials, which keep nothing for a backward."""
     with _built(config, world_size, rank, memory_plan) as stretches:
-        stretches.recorder = Recorder(stretches.tracker, stretches.parts.stages, stretches.of_forward)
+        stretches.recorder = stretches.recorded()
         found = stretches.measured(trials=False)
         return list(zip(found.stretches, stretches.phases, strict=True))
 
@@ -124,7 +124,7 @@ def measure_formats(
     with _built(config, world_size, rank, memory_plan) as stretches:
         parts = stretches.parts
         linears = Linears(stretches.tracker, parts.linears)
-        stretches.recorder = Recorder(stretches.tracker, parts.stages, stretches.of_forward, linears)
+        stretches.recorder = stretches.recorded(linears)
         for linear in parts.linears.values():
             linear.precision = precision
         with linears.watched():
@@ -242,16 +242,33 @@ class _Stretches:
             block.register_forward_hook(self._after_block)
 
     def _before_block(self, *_: object) -> None:
-        self.before = self.of_forward()
+        self.before = self._of_forward()
 
     def _after_block(self, *_: object) -> None:
         if torch._C._current_graph_task_id() == -1:  # not recomputation in backward
-            self.kept = self.of_forward() - self.before
+            self.kept = self._of_forward() - self.before
 
-    def of_forward(self) -> int:
+    def recorded(self, linears: Linears | None = None) -> Recorder:
+        """A recorder of phases."""
+        stages, memory = self.parts.stages, self.tracker.memory
+        offload = next(iter(stages.values())).build.offload
+
+        def leave() -> None:
+            if offload is not None:
+                offload.free_what_left()
+
+        def serve_all() -> set[int]:
+            return {id(memory.of(part)) for part in self._weight_casts()}
+
+        return Recorder(self.tracker, stages, serve_all, leave, linears)
+
+    def _of_forward(self) -> int:
         """Bytes made by forwards, without casts of weights, which serve all microbatches."""
+        return self.tracker.memory.of_forward(self._weight_casts())
+
+    def _weight_casts(self) -> list[Tensor]:
         casts = [linear.weight_casts for stage in self.parts.stages.values() for linear in stage.linears().values()]
-        return self.tracker.memory.of_forward(part for one in casts if one is not None for part in one.tensors())
+        return [part for one in casts if one is not None for part in one.tensors()]
 
     def _mark_gradients(self) -> None:
         optimizer = self.parts.optimizer

@@ -10,6 +10,7 @@ import torch
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
+from megatron_snip.errors import UserError
 from megatron_snip.model.flops import parameters
 from megatron_snip.runtime import Runtime
 
@@ -44,6 +45,17 @@ def warn_about_memory(config: Config, here: Runtime, holds: tuple[int, str] = TR
         "free; the system may kill it without notice. Take a smaller model or more machines, or shard more; --dry-run "
         "shows what a layout needs"
     )
+
+
+def check_host_memory(gib: float, what: str) -> None:
+    """Raise UserError if this machine has less free than ``gib`` GiB for each of its ranks.  what: who wants them."""
+    free, ranks = free_memory(torch.device("cpu")), runtime.environment_local_world_size()
+    if free is not None and ranks * gib * _GIB > free:
+        raise UserError(
+            f"{what}: {gib:.4g} GiB of the host for each of {ranks} rank{'s' if ranks > 1 else ''} on this machine are "
+            f"{ranks * gib:.4g} GiB, and {free / _GIB:.1f} GiB are free; give --memory-plan auto "
+            f"--host-memory-gib with at most {free / _GIB / ranks:.1f}"
+        )
 
 
 def held(config: Config, world_size: int, each: float = TRAINING[0]) -> int:

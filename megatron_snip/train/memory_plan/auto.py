@@ -20,8 +20,8 @@ from megatron_snip.model.stages import is_interleaved, stage_blocks
 from megatron_snip.runtime import Runtime
 from megatron_snip.train.dry_run.counts import Measured
 from megatron_snip.train.dry_run.measure import end_ranks, measure, measure_phases, processes
-from megatron_snip.train.health.memory import free_memory
-from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, host_units, made_for
+from megatron_snip.train.health.memory import check_host_memory, free_memory
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, host_units, made_for, read_memory_plan
 from megatron_snip.train.memory_plan.program import GIB, Chosen, Peaks, Runs, host_peaks_of, peaks_of, solve
 from megatron_snip.train.memory_plan.rates import Rates, rates_of
 
@@ -46,8 +46,10 @@ def measured_ranks(config: Config) -> list[int]:
 
 
 def choices_of(config: Config) -> tuple[str, ...]:
-    """The choices that a run may make."""
-    return tuple(choice for choice in CHOICES if not (choice == "selective" and config.training.compile))
+    """The choices that a run may make: offload only if it is told how much of the host is its own."""
+    left_out = {"selective"} if config.training.compile else set()
+    left_out |= {"offload"} if config.dry_run.host_memory_gib is None else set()
+    return tuple(choice for choice in CHOICES if choice not in left_out)
 
 
 def measure_runs(config: Config, world_size: int, pool: ProcessPoolExecutor) -> list[Runs]:
@@ -77,12 +79,16 @@ def measure_runs(config: Config, world_size: int, pool: ProcessPoolExecutor) -> 
 def seconds_of(runs: Runs, config: Config, dp: int, rates: Rates) -> NDArray[np.float64]:
     """[R, O]: modelled seconds of an iteration that a block takes under each choice, and what further rows add."""
     stretch = 1 if config.precision.precision == "snip" else 0  # most iterations run under a plan
+    # those whose backward begins a stage's; on the last stage nothing has left by then
+    exposed = {stage[-1] for stage in stage_blocks(config.model.num_layers, config.parallel)[:-1] if stage}
     table = np.zeros((len(runs.blocks), len(runs.choices)))
     for column, of_choice in enumerate(runs.by_choice.values()):
         phases = of_choice[stretch][1]
         for row, block in enumerate(runs.blocks):
+            forward = phases.forward_counts[block]
+            backward = phases.counts[block] - forward
             times = config.num_microbatches(dp) / phases.forwards
-            table[row, column] = rates.seconds(phases.counts[block]) * times
+            table[row, column] = rates.block_seconds(forward, backward, exposed=block in exposed) * times
     units, more = runs.units, np.full((len(runs.gathered) + len(runs.states), len(runs.choices)), np.inf)
     microbatches = config.num_microbatches(dp)
     more[:, 0] = [*(units.sent[b] / rates.link * microbatches for b in runs.gathered), *(0.0 for _ in runs.states)]
@@ -176,15 +182,18 @@ def budget_of(config: Config, device: torch.device | None) -> float:
 
 
 def plan_of_run(config: Config, here: Runtime) -> MemoryPlan | None:
-    """The plan of --memory-plan auto, which rank 0 makes; None for other values.  Every rank must call it.
+    """The plan of --memory-plan, which for auto rank 0 makes; None for none.  Every rank must call it.
 
-    Raises UserError on all ranks.
+    Raises UserError on all ranks, also if the machine lacks the memory that the plan may use of it.
     """
     if config.training.memory_plan != "auto":
-        return None
+        given = read_memory_plan(config, here.world_size)
+        if given is not None and (host := max((rank.host for rank in given.ranks), default=0)):
+            check_host_memory(host / GIB, f"--memory-plan {config.training.memory_plan}")
+        return given
     told: list[tuple[str, object]] = [("", None)]
     if here.rank == 0:
-        told = [_plan_or_error(lambda: make_plan(config, here.world_size, budget_of(config, here.device))[0])]
+        told = [_plan_or_error(lambda: _checked_plan(config, here))]
     dist.broadcast_object_list(told, src=0)
     error, values = told[0]
     if error:
@@ -193,6 +202,12 @@ def plan_of_run(config: Config, here: Runtime) -> MemoryPlan | None:
     plan = MemoryPlan.from_dict(values)
     LOGGER.info(f"memory plan {plan.hash} for {plan.memory_gib:.4g} GiB: {plan.told}")
     return plan
+
+
+def _checked_plan(config: Config, here: Runtime) -> MemoryPlan:
+    if config.dry_run.host_memory_gib is not None:
+        check_host_memory(config.dry_run.host_memory_gib, "--host-memory-gib")
+    return make_plan(config, here.world_size, budget_of(config, here.device))[0]
 
 
 def _plan_or_error(make: Callable[[], MemoryPlan]) -> tuple[str, object]:

@@ -63,8 +63,9 @@ class JointPlanner:
 
     def __init__(self, planner: Planner, world_size: int, pool: ProcessPoolExecutor) -> None:
         config = planner.config.replace(
-            precision="snip", precision_plan=None, memory_plan="none", recompute_granularity="none", dry_run=True
-        )
+            precision="snip", precision_plan=None, memory_plan="none", recompute_granularity="none", dry_run=True,
+            host_memory_gib=None, host_bandwidth=None,
+        )  # fmt: skip
         self.config, self.planner, self.world_size, self.pool = without_files(config), planner, world_size, pool
         validate(self.config, world_size)
         request = planner.request(config.snip.snip_objective)

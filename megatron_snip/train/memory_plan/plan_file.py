@@ -8,6 +8,7 @@
     keep       keeps all activations
     selective  recomputes the attention and the MLP, as --recompute-modules core_attn mlp does
     full       keeps only its input, and runs again in backward
+    offload    keeps all activations on the host
 
 gathered, on_host: left out of files where they are empty.  gathered: the blocks, by index, whose parameters are not
 resharded after forward, so that backward need not gather them again; for optim_grads_params.  on_host: the units whose
@@ -75,7 +76,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A memory plan's file; see the module's docstring."""
 
     version: Count
-    blocks: Annotated[list[Literal["keep", "selective", "full"]], Meta(min_length=1)]
+    blocks: Annotated[list[Literal["keep", "selective", "full", "offload"]], Meta(min_length=1)]
     memory_gib: Finite | None
     made_for: dict[Text, Any]
     ranks: list[_Rank]

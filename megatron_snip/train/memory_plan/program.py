@@ -7,14 +7,15 @@ block b(p),
     peak[p] = P[x_b(p), p] - sum_b K[x_b(p), p, b] + sum_b K[x_b, p, b]
 
 This is linear in one-hot columns, so each phase is a row: peak[p] <= the memory.  Outside of blocks the first two terms
-do not depend on x; the largest counts.  Nothing is estimated, and there is no safety factor.
+do not depend on x; the largest counts.  Nothing is estimated, and there is no safety factor.  What blocks keep on the
+host in a phase is a row of the same form, with nothing but K.
 
 Further rows of the choice have two options, no or yes, in the first two columns:
 
     gathered   a block is not resharded after forward: adds its whole parameters G_b to each phase in which it waits for
                its backward, unless FSDP gathers it in that phase anyway.  This is a bound: FSDP's buffers are a little
                smaller where nothing is gathered.
-    states     a unit's AdamW state lies on the host: takes its bytes from every phase, and adds them there
+    states     a unit's AdamW state lies on the host: takes its bytes from every phase, and adds them to each there
 
 Ranks do not share memory, and a rank's time depends on its own blocks alone.  So each rank is a program of its own, and
 the plan that is fastest on each rank has the least time on the slowest one, too.
@@ -127,11 +128,22 @@ def _yes(size: int, options: int) -> Bytes:
 
 
 def host_peaks_of(runs: Runs) -> Peaks:
-    """Bytes on the host, the same in all phases."""
-    options = len(runs.choices)
-    none = [np.zeros((len(runs.blocks) + len(runs.gathered), options), np.int64)]
-    states = [_yes(runs.units.states[unit].host, options) for unit in runs.states]
-    return Peaks(np.zeros(1, np.int64), np.concatenate([*none, *states])[None], ("update",))
+    """Bytes on the host in each phase; those that others dominate are left out."""
+    added = [0 for _ in runs.gathered] + [runs.units.states[unit].host for unit in runs.states]
+    further = [_yes(size, len(runs.choices)) for size in added]
+    values, names = [], []
+    for of_choices in zip(*runs.by_choice.values(), strict=True):
+        for alike in zip(*(phases.order for _, phases in of_choices), strict=True):
+            if min(phase.whole for phase in alike) < runs.microbatches_less:
+                continue
+            kept = [
+                [phase.host.get(b, 0) - runs.microbatches_less * phases.each_host.get(b, 0) for b in runs.blocks]
+                for phase, (_, phases) in zip(alike, of_choices, strict=True)
+            ]
+            of_blocks = np.array(kept, dtype=np.int64).reshape(len(alike), len(runs.blocks)).T
+            values.append(np.concatenate([of_blocks, *further]))
+            names.append(of_choices[0][0].name)
+    return undominated(Peaks(np.zeros(len(values), dtype=np.int64), np.array(values), tuple(names)))
 
 
 def undominated(peaks: Peaks) -> Peaks:

@@ -15,9 +15,11 @@ from megatron_snip.formats import get_format
 from megatron_snip.quant import GEMMS
 from megatron_snip.snip.plan.cost import GemmTimes
 from megatron_snip.snip.plan.options import read_times
+from megatron_snip.train.dry_run.counts import HOST, Counts
 from megatron_snip.train.dry_run.device import device_of
 
-#: PCIe 5.0 x16 carries 63 GB/s in each direction (32 GT/s, 16 lanes, 128b/130b); packet headers leave about 55.
+#: Bytes per second and direction.  PCIe 5.0 x16 carries 63 GB/s (32 GT/s, 16 lanes, 128b/130b); packet headers leave
+#: about 55.
 HOST_LINK = 55e9
 #: Bytes per second of the host's memory for each rank: two sockets with 12 channels of DDR5-4800 each have 922 GB/s, of
 #: which 8 ranks get about half.
@@ -28,9 +30,8 @@ _BITS = {"fp4": 4, "fp6": 6, "fp8": 8, "fp8 (E5M2)": 8, "bf16": 16, "fp32": 32}
 
 @dataclass(frozen=True)
 class Rates:
-    """bf16: dense BF16 FLOP/s of a GPU.  Bytes per second and direction: link between tp or cp ranks, host to the host.
-
-    times: ratios of formats.  name: where the numbers come from.
+    """bf16: dense BF16 FLOP/s of a GPU.  link, host: bytes per second and direction between tp or cp ranks, and to the
+    host.  times: ratios of formats.  name: where the numbers come from.
     """
 
     bf16: float
@@ -45,6 +46,16 @@ class Rates:
         An upper bound: the three overlap between units, and some of it with what the device does.
         """
         return 2 * copied / self.host + touched / HOST_MEMORY
+
+    def block_seconds(self, forward: Counts, backward: Counts, *, exposed: bool = False) -> float:
+        """Seconds of a block's forward and backward, with the copies to the host that its forward makes.
+
+        A copy hides behind as much computation as that of the block itself: its own and the next block's overlap, and
+        blocks are alike.  exposed: its copies back do not hide, because no backward comes first.
+        """
+        copies = sum(count for what, count in forward.items() if what[:2] == ("bytes", HOST)) / self.host
+        run = self.seconds(backward)
+        return max(self.seconds(forward), copies) + (run + copies if exposed else max(run, copies))
 
     def seconds(self, counts: Mapping[tuple[Any, ...], int]) -> float:
         """Seconds of what a dry run counted.  Collectives over dp and pp overlap with GEMMs and are left out."""
@@ -73,4 +84,6 @@ def rates_of(config: Config) -> Rates:
     """The rates of the device that a dry run assumes: H100, or B200 for formats that only Blackwell has."""
     times = read_times(config.snip)
     bf16, link = (2250e12, 900e9) if device_of(config) == "blackwell" else (989e12, 450e9)
-    return Rates(bf16, link, times, "nominal" if times.times is None else f"nominal, {times.hardware}")
+    bandwidth = config.dry_run.host_bandwidth
+    host = HOST_LINK if bandwidth is None else 1e9 * bandwidth
+    return Rates(bf16, link, times, "nominal" if times.times is None else f"nominal, {times.hardware}", host)

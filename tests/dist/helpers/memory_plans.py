@@ -25,7 +25,7 @@ def write_plan(
 
 
 def losses_of_each(variants: list[dict[str, Any]]) -> list[tuple[list[float], list[float], list[str]]]:
-    """Losses and gradient norms of three iterations, and what runs again, of each variant of a run."""
+    """Losses and gradient norms of three iterations, and what becomes of each block, of each variant of a run."""
     return [_trained(options) for options in variants]
 
 
@@ -38,9 +38,10 @@ def _trained(options: dict[str, Any]) -> tuple[list[float], list[float], list[st
     done = []
     for stage in parts.stages.values():
         whole = [again for _, again in stage.build.recompute.runs(stage.held)]
-        for again, block in zip(whole, stage.blocks().values(), strict=True):
+        for again, (index, block) in zip(whole, stage.blocks().items(), strict=True):
             part = block._recompute_mlp and block.self_attn.recompute
-            done.append("full" if again else "selective" if part else "keep")
+            sent = stage.build.recompute.offloads(index)
+            done.append("full" if again else "selective" if part else "offload" if sent else "keep")
     return [one.loss for one in results], [one.grad_norm for one in results], done
 
 
@@ -50,8 +51,10 @@ def trained(options: dict[str, Any]) -> None:
     loop.train(Config().replace(**{**TINY, **options}))
 
 
-def real_peaks(variants: list[dict[str, Any]]) -> list[int]:
-    """The most bytes that a rank holds at once in an iteration of each variant of a run, on real tensors."""
+def real_peaks(variants: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """The most bytes that a rank holds at once in an iteration of each variant of a run, on real tensors: beside the
+    copies that stand for the host's, and of these.
+    """
     found = []
     for options in variants:
         with Tracker() as tracker:
@@ -60,7 +63,7 @@ def real_peaks(variants: list[dict[str, Any]]) -> list[int]:
             batch = parts.train_loader.make(0)
             tracker.begin()
             parts.stepper.step(batch, 1)
-            found.append(sum(tracker.memory.peak().values()))
+            found.append((sum(tracker.memory.peak().values()), tracker.memory.host_peak()))
             del parts, batch
         gc.collect()
     return found

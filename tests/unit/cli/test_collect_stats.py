@@ -15,7 +15,9 @@ from megatron_snip.cli.collect_stats import main, probe_config
 from megatron_snip.config import Config
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.train.health import memory
+from megatron_snip.train.validate import validate
 from tests.unit.snip.made_up import assert_same
+from tests.unit.train.conftest import TINY
 
 TOOL = Path(__file__).resolve().parents[3] / "tools/collect_stats.py"
 
@@ -95,6 +97,12 @@ def test_a_run_in_samples_tells_its_iterations_by_them():
     """Whatever batch the options make of them: the saved --train-iters may be of another."""
     run = Config().replace(train_samples=40, train_iters=20, global_batch_size=4)
     assert probe_config(run, 3, 1).with_iterations().training.train_iters == 10
+
+
+def test_a_run_under_a_memory_plan():
+    """A probe keeps everything, so options that belong to plans go with the plan."""
+    run = Config().replace(**TINY, memory_plan="auto", memory_gib=20.0, host_memory_gib=4.0, host_bandwidth=400.0)
+    validate(probe_config(run, 3, 1), 1)
 
 
 def test_other_data_replaces_the_runs(collect):

@@ -14,6 +14,7 @@ from megatron_snip.config import ModelConfig
 from megatron_snip.model.build import Build
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import LlamaStage, build_stages
+from megatron_snip.model.offload import Offload
 from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.parallel.tensor import Region, drop_weight_casts
 from megatron_snip.quant import LinearPrecision, StepContext
@@ -40,7 +41,8 @@ def make(lone_mesh):
         backend: str | None = None, *, recompute: Recompute = NOTHING, dtype=torch.bfloat16, name: str = "llama"
     ) -> LlamaStage:
         m = dataclasses.replace(MODEL, model_name=name)
-        build = Build(m, lone_mesh, Region(lone_mesh.tp, False), 1, dtype, torch.device("cpu"), recompute)
+        region, cpu = Region(lone_mesh.tp, False), torch.device("cpu")
+        build = Build(m, lone_mesh, region, 1, dtype, cpu, recompute, offload=Offload(cpu))
         (made,) = build_stages(build, [range(build.model.num_layers)], tied=False, of=lambda s: True).values()
         made.allocate()
         draw_weights([made])
@@ -89,6 +91,8 @@ def test_one_graph_and_the_same_bits_whatever_the_plan(name, make):
     for iteration, plan in enumerate(PLANS, start=1):
         assert same(step(compiled, plan, iteration), step(eager, plan, iteration))
     assert same(step(recomputed, "fp4", 4), step(eager, "fp4", 4))
+    offloaded = make("aot_eager", recompute=Recompute(plan=("offload", "offload")), name=name)
+    assert same(step(offloaded, "fp4", 4), step(eager, "fp4", 4))
     assert graphs() == 1
     for iteration in (5, 6):
         assert same(step(compiled, "bf16", iteration), step(eager, "bf16", iteration))

@@ -15,6 +15,7 @@ from megatron_snip.model.attention import Attention
 from megatron_snip.model.build import Build, RMSNorm
 from megatron_snip.model.initial import draw_weights, fill_normal
 from megatron_snip.model.llama import LLAMA, LlamaStage, build_stages
+from megatron_snip.model.offload import Offload
 from megatron_snip.model.recompute import NOTHING, Recompute
 from megatron_snip.model.rotary import rotary_frequencies, rotary_tables, rotate
 from megatron_snip.parallel.tags import Tags, tags_of
@@ -41,7 +42,8 @@ def make(lone_mesh):
         recompute: Recompute = NOTHING,
         seed: int = 1,
     ) -> dict[int, LlamaStage]:
-        build = Build(m, lone_mesh, Region(lone_mesh.tp, False), seed, torch.float32, torch.device("cpu"), recompute)
+        region, cpu = Region(lone_mesh.tp, False), torch.device("cpu")
+        build = Build(m, lone_mesh, region, seed, torch.float32, cpu, recompute, offload=Offload(cpu))
         each = m.num_layers // num_stages
         blocks = [range(s * each, (s + 1) * each) for s in range(num_stages)]
         made = build_stages(build, blocks, tied=tied, of=lambda s: True)
@@ -236,6 +238,7 @@ RECOMPUTED = {
     "attention": Recompute("selective"),
     "attention and mlp": Recompute("selective", modules=("core_attn", "mlp")),
     "a plan": Recompute(plan=("selective", "full", "keep", "selective", "full", "keep", "full", "keep")),
+    "a plan with the host": Recompute(plan=("offload", "offload", "full", "offload")),
 }
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+import torch
 
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
+from megatron_snip.model.recompute import CHOICES
+from megatron_snip.runtime import Runtime
+from megatron_snip.train.health import memory
+from megatron_snip.train.memory_plan import auto
+from megatron_snip.train.memory_plan.auto import choices_of
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, read_memory_plan
 from megatron_snip.train.validate import validate
 
@@ -28,13 +35,22 @@ def path(tmp_path):
 
 
 def test_it_is_read_as_written(path):
-    ranks = (RankCost(0, 3 << 30, 0.25), RankCost(1, 2 << 30, 0.5))
-    plan = MemoryPlan(BLOCKS, MemoryPlan.load(path).made_for, 80.0, ranks, "nominal", "optimal", 0.0)
+    ranks = (RankCost(0, 3 << 30, 0.25), RankCost(1, 2 << 30, 0.5, 1 << 30))
+    blocks = ("full", "selective", "keep", "offload")
+    plan = MemoryPlan(blocks, MemoryPlan.load(path).made_for, 80.0, ranks, "nominal", "optimal", 0.0)
     plan.save(path)
-    assert MemoryPlan.load(path) == plan and plan.told == "of 4 blocks, 1 full, 2 keep, 1 selective"
+    assert MemoryPlan.load(path) == plan and plan.told == "of 4 blocks, 1 full, 1 keep, 1 offload, 1 selective"
     assert read_memory_plan(CONFIG.replace(memory_plan=str(path)), 4) == plan
     assert read_memory_plan(CONFIG, 4) is read_memory_plan(CONFIG.replace(memory_plan="auto"), 4) is None
     assert len({MemoryPlan(blocks, plan.made_for).hash for blocks in (BLOCKS, BLOCKS[::-1])}) == 2
+
+
+def test_a_file_from_before_offload_is_read(path):
+    """Its ranks have no bytes on the host, and its hash is of the same content."""
+    values = json.loads(path.read_text())
+    assert values["hash"] == "ea86932ded2a9d79" and values["version"] == 1
+    path.write_text(json.dumps({**values, "ranks": [{"stage": 0, "peak": 5, "seconds": 0.5}]}))
+    assert MemoryPlan.load(path).ranks == (RankCost(0, 5, 0.5, 0),)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +128,49 @@ def test_a_plan_without_a_choice_for_each_block(path):
 def test_a_file_that_is_not_there():
     with pytest.raises(UserError, match="there.json"):
         read_memory_plan(CONFIG.replace(memory_plan="there.json"), 4)
+
+
+def test_the_hosts_memory_is_for_auto(path):
+    for plan in ("none", str(path)):
+        with pytest.raises(UserError, match="^--host-memory-gib 64 needs --memory-plan auto; add it, or drop"):
+            validate(CONFIG.replace(memory_plan=plan, host_memory_gib=64), 4)
+    with pytest.raises(UserError, match="^--host-bandwidth 55 needs --host-memory-gib; add it, or drop"):
+        validate(CONFIG.replace(memory_plan="auto", host_bandwidth=55), 4)
+    with pytest.raises(UserError, match="--host-memory-gib"):
+        validate(CONFIG.replace(memory_plan="auto", host_memory_gib=0), 4)
+
+
+def test_only_a_run_that_names_the_hosts_memory_may_use_it():
+    """With --compile, too: it keeps fewer tensors, through the same hooks."""
+    run = CONFIG.replace(memory_plan="auto")
+    assert choices_of(run) == ("keep", "selective", "full")
+    assert choices_of(run.replace(host_memory_gib=4)) == CHOICES
+    assert choices_of(run.replace(host_memory_gib=4, compile=True)) == ("keep", "full", "offload")
+
+
+@pytest.mark.parametrize("kind", ["auto", "file"])
+def test_memory_that_the_machine_lacks(kind, path, monkeypatch):
+    """Of all ranks on the machine together, and before anything is built or measured."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    free = [40.5 * 2**30]
+    monkeypatch.setattr(memory, "free_memory", lambda device: int(free[0]))
+    monkeypatch.setattr(auto, "make_plan", lambda *of: (dataclasses.replace(MemoryPlan.load(path), memory_gib=9.0), []))
+    monkeypatch.setattr(auto.dist, "broadcast_object_list", lambda told, src: None)
+    options = {"memory_plan": "auto", "host_memory_gib": 11.0, "memory_gib": 9.0}
+    if kind == "file":
+        ranks = (RankCost(0, 1, 0.5), RankCost(1, 1, 0.5, 11 << 30))
+        dataclasses.replace(MemoryPlan.load(path), ranks=ranks).save(path)
+        options = {"memory_plan": str(path)}
+    here = Runtime(0, 4, 0, torch.device("cpu"))
+    with pytest.raises(UserError) as info:
+        auto.plan_of_run(CONFIG.replace(**options), here)
+    asked = "--host-memory-gib" if kind == "auto" else f"--memory-plan {path}"
+    assert str(info.value).startswith(
+        f"{asked}: 11 GiB of the host for each of 4 ranks on this machine are 44 GiB, and"
+    )
+    assert "40.5 GiB are free" in str(info.value) and str(info.value).endswith("at most 10.1")
+    free[0] = 44 << 30
+    assert auto.plan_of_run(CONFIG.replace(**options), here).blocks == BLOCKS
 
 
 def test_one_of_two_decides_what_is_recomputed():

@@ -9,11 +9,13 @@ from itertools import product
 import numpy as np
 import pytest
 
+from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.train.dry_run.counts import Stretch
 from megatron_snip.train.dry_run.phases import OUTSIDE, Phase, Phases
 from megatron_snip.train.dry_run.units import State, Units
 from megatron_snip.train.memory_plan.program import GIB, Peaks, Runs, host_peaks_of, peaks_of, solve
+from megatron_snip.train.memory_plan.rates import rates_of
 
 PLAIN = Stretch("iteration, bf16", {}, {}, 0)
 
@@ -27,18 +29,34 @@ def made_up(blocks: int, seed: int, flight: int = 3) -> tuple[Peaks, np.ndarray]
     return peaks_of(runs_of(kept, inside, flight)), seconds
 
 
-def runs_of(kept: np.ndarray, inside: np.ndarray, flight: int, less: int = 0) -> Runs:
-    """Dry runs of a last microbatch's backward, with ``flight`` - 1 others in flight."""
-    blocks = tuple(range(len(kept)))
+def runs_of(
+    kept: np.ndarray, inside: np.ndarray, flight: int, less: int = 0, on_host: np.ndarray | None = None
+) -> Runs:
+    """Dry runs of a last microbatch's backward, with ``flight`` - 1 others in flight.
+
+    on_host [B]: what the last choice keeps there.
+    """
+    blocks, choices = tuple(range(len(kept))), kept.shape[1]
     by_choice = {}
-    for choice, name in enumerate(("keep", "selective", "full")):
-        order = [Phase(OUTSIDE, 5000 + flight * int(kept[:, choice].sum()), held(kept[:, choice], flight), flight)]
+    for choice in range(choices):
+        there = np.zeros(len(kept), int) if on_host is None or choice < choices - 1 else on_host
+        order = [
+            Phase(
+                OUTSIDE,
+                5000 + flight * int(kept[:, choice].sum()),
+                held(kept[:, choice], flight),
+                flight,
+                held(there, flight),
+            )
+        ]
         for b in reversed(blocks):
-            now = {i: int(kept[i, choice]) * (flight - (i >= b)) for i in blocks}
+            flying = [flight - (i >= b) for i in blocks]
+            now = {i: int(kept[i, choice]) * flying[i] for i in blocks}
+            host = {i: int(there[i]) * flying[i] for i in blocks}
             own = int(kept[b, choice]) + int(inside[b, choice])
-            order.append(Phase(b, 4000 + 100 * b + own + sum(now.values()), now, flight - 1))
-        each = {b: int(kept[b, choice]) for b in blocks}
-        by_choice[name] = [(PLAIN, Phases(tuple(order), {}, each))]
+            order.append(Phase(b, 4000 + 100 * b + own + sum(now.values()), now, flight - 1, host))
+        each, each_host = ({b: int(of[b]) for b in blocks} for of in (kept[:, choice], there))
+        by_choice[f"choice {choice}"] = [(PLAIN, Phases(tuple(order), {}, each, each_host=each_host))]
     return Runs(0, blocks, by_choice, less)
 
 
@@ -109,6 +127,45 @@ def peak_in(runs: Runs, phase: int, choice: list[int]) -> int:
     return own + sum(of[one].kept[b] for b, one in enumerate(choice))
 
 
+@pytest.mark.parametrize("blocks", [1, 3, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_the_best_of_all_plans_within_the_hosts_memory(blocks, seed):
+    """The last choice keeps nothing here and something there."""
+    draw = np.random.default_rng(seed)
+    kept = GIB * np.sort(draw.integers(1, 1000, (blocks, 4)), axis=1)[:, ::-1]
+    inside = GIB * np.sort(draw.integers(1, 800, (blocks, 4)), axis=1)
+    there = GIB * draw.integers(100, 1000, blocks)
+    runs = runs_of(kept, inside, 3, on_host=there)
+    peaks, host, seconds = peaks_of(runs), host_peaks_of(runs), draw.random((blocks, 4))
+    plans = np.array(list(product(range(4), repeat=blocks)))
+    totals = np.array([peaks.of(plan)[0] for plan in plans])
+    theirs = ((plans == 3) * there).sum(axis=1) * 3  # three microbatches are in flight
+    times = np.array([seconds[np.arange(blocks), plan].sum() for plan in plans])
+    chosen = set()
+    for share, on_host in product((0.2, 0.5, 1.0), (0.0, 0.3, 0.7, 1.0)):
+        budget = int(totals.min() + share * (totals.max() - totals.min()))
+        limit = int(on_host * theirs.max())
+        if not (fits := (totals <= budget) & (theirs <= limit)).any():
+            with pytest.raises(UserError, match="needs at least") as info:
+                solve(peaks, seconds, budget, "it", host, limit)
+            assert f"at least {totals[theirs <= limit].min() / GIB:.2f} GiB" in str(info.value)
+            continue
+        found = solve(peaks, seconds, budget, "it", host, limit)
+        assert found.seconds == pytest.approx(times[fits].min(), abs=1e-9)
+        assert found.host == ((np.array(found.choice) == 3) * there).sum() * 3 <= limit and found.peak <= budget
+        chosen |= set(found.choice)
+    assert blocks == 1 or 3 in chosen
+
+
+def test_a_later_rank_has_less_on_the_host():
+    kept, inside = np.array([[500, 10], [700, 20]]), np.array([[50, 600], [60, 900]])
+    there = np.array([490, 680])
+    less = host_peaks_of(runs_of(kept, inside, 3, 1, there))
+    fewer = host_peaks_of(runs_of(kept, inside, 2, 0, there))
+    assert [less.of(plan)[0] for plan in product(range(2), repeat=2)] == [0, 2 * 680, 2 * 490, 2 * 1170]
+    assert [fewer.of(plan)[0] for plan in product(range(2), repeat=2)] == [0, 2 * 680, 2 * 490, 2 * 1170]
+
+
 def test_peaks_of_a_mixture_are_those_of_its_blocks():
     kept, inside = np.array([[500, 200, 10], [700, 300, 20]]), np.array([[50, 90, 600], [60, 80, 900]])
     peaks = peaks_of(runs_of(kept, inside, 2))
@@ -146,3 +203,14 @@ def test_a_rank_without_blocks():
     assert solve(peaks, np.zeros((0, 3)), 900, "it").peak == 900
     with pytest.raises(UserError, match="it needs at least"):
         solve(peaks, np.zeros((0, 3)), 899, "it")
+
+
+def test_a_block_s_copies_hide_behind_its_computation():
+    """A forward of 2 s and a backward of 5 s, without copies and with copies of 1, 3 and 7 s each way."""
+    rates = rates_of(Config().replace(memory_plan="auto", host_memory_gib=1.0, host_bandwidth=400.0))
+    assert (rates.host, rates_of(Config()).host) == (400e9, 55e9)
+    backward = {("flops",): int(5 * rates.bf16)}
+    for copies, taken in ((0, 7), (1, 7), (3, 8), (7, 14)):
+        forward = {("flops",): int(2 * rates.bf16), ("bytes", "host", "to host"): int(copies * rates.host)}
+        assert rates.block_seconds(forward, backward) == pytest.approx(taken)
+        assert rates.block_seconds(forward, backward, exposed=True) == pytest.approx(max(2, copies) + 5 + copies)

@@ -21,7 +21,7 @@ def test_predictions_are_what_a_dry_run_counts():
     with processes(2) as pool:
         planner = Planner(config, 2, pool)
         (runs,), (peaks,), (host,) = planner.runs, planner.peaks, planner.host_peaks
-        assert runs.choices == ("keep", "full") and runs.gathered == (0, 1)
+        assert runs.choices == ("keep", "full", "offload") and runs.gathered == (0, 1)
         assert runs.states == ("embed_tokens", "layers.0", "layers.1", "norm")
         cases = {
             (0, 0, 0, 0, 0, 0, 0, 0): MemoryPlan.by_hand(("keep",) * 2, config, 2),
@@ -29,13 +29,20 @@ def test_predictions_are_what_a_dry_run_counts():
                 ("keep",) * 2, config, 2, on_host=("embed_tokens", "layers.1", "norm")
             ),
             (0, 0, 1, 0, 0, 0, 0, 0): MemoryPlan.by_hand(("keep",) * 2, config, 2, gathered=(0,)),
+            (2, 0, 0, 0, 0, 0, 0, 0): MemoryPlan.by_hand(("offload", "keep"), config, 2),
+            (2, 0, 0, 0, 1, 0, 1, 1): MemoryPlan.by_hand(
+                ("offload", "keep"), config, 2, on_host=("embed_tokens", "layers.1", "norm")
+            ),
         }
         jobs = [pool.submit(measure, config, 2, 0, plan) for plan in cases.values()]
-        plain, away, stays = (job.result().worst for job in jobs)
+        plain, away, stays, sent, both = (job.result().worst for job in jobs)
         least = planner.plan((away.total - 1) / 2**30)
     predicted = [(peaks.of(choice)[0], host.of(choice)[0]) for choice in cases]
     assert predicted[:2] == [(plain.total, 0), (away.total, away.host)] and away.host > 0
     assert plain.total - away.total > 2 * BLOCK
+    assert predicted[3:] == [(sent.total, sent.host), (both.total, both.host)]
+    assert both.host == away.host + sent.host and sent.host > 0
+    assert sent.total - both.total == plain.total - away.total
     # a microbatch gathers block 0 once more if it is resharded; a rank hands in its half
     assert plain.counts[SENT] - stays.counts[SENT] == 2 * BLOCK // 2
     assert 0 <= predicted[2][0] - stays.total <= BLOCK
