@@ -1,0 +1,163 @@
+"""All-gathers of weights as the codes that fprop and dgrad multiply (--fp8-param-gather).
+
+Each rank casts its rows of a weight, and FSDP2 gathers bytes and scales in place of BF16: half the bytes in FP8, a
+quarter in FP4.  A weight is gathered as codes if these have the bits that a cast of the whole weight has, which needs
+rows that no block of scales crosses.  Otherwise it is gathered in BF16.  `CodeGathers.before_pass` decides that for
+each weight and each pass, from what all ranks know.
+
+FSDP2 gathers whatever a parameter's local tensor gives it in ``fsdp_pre_all_gather``.  It creates the whole parameter and
+its buffers once.  Here, each weight has one whole parameter: a view of BF16's buffer, and therefore without memory while
+codes are gathered.  Linears then read `ColumnParallelLinear.codes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_snip.mesh import Mesh
+from megatron_snip.parallel.data import local_of
+from megatron_snip.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from megatron_snip.quant import LINEAR_IMPLS, LinearPrecision, Sizes, StepContext
+from megatron_snip.quant.casts.cast import Form
+from megatron_snip.quant.casts.codes import Sent, to_send
+from megatron_snip.quant.casts.scales import tensor_scale
+from megatron_snip.quant.kernels import op
+from megatron_snip.quant.kernels.dispatch import cast
+from megatron_snip.quant.linears.operands import weight_codes
+
+_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+class _Weight:
+    """One linear's weight [N, K], and how it is gathered: as codes in ``forms``, or in BF16 if there are none.
+
+    unit, parameter: FSDP2's module and its record of the weight.  amax: of the whole weight, float32 scalar.
+    """
+
+    def __init__(self, linear: Any, unit: FSDPModule, parameter: Any, mesh: Mesh, dtype: torch.dtype) -> None:
+        self.linear, self.unit, self.parameter, self.mesh, self.dtype = linear, unit, parameter, mesh, dtype
+        self.forms: tuple[Form, ...] = ()
+        self.amax: Tensor | None = None
+        self._in_bf16: list[Tensor] = []  # FSDP2's buffer for the whole weight
+        shape = [linear.out_features, linear.in_features]
+        shape[linear.split_dim] //= mesh.tp.size
+        self.shape = shape
+
+    def choice(self, precision: LinearPrecision, tokens: int) -> tuple[tuple[Form, ...], str]:
+        """The forms to gather it in under a precision, and if there are none, why."""
+        forms, (rows, columns) = weight_codes(precision), self.shape
+        if not forms:
+            return (), f"{precision} multiplies the weight itself, or its codes would not be smaller"
+        sizes, device = Sizes(tokens, columns, rows), self.parameter.device
+        if LINEAR_IMPLS[self.linear.impl].runs_whole(precision, device, sizes):
+            return (), "Transformer Engine casts it"
+        for form in forms:
+            if rows % (self.mesh.shard.size * form.block[0]):
+                shard = -(-rows // self.mesh.shard.size)
+                return (), f"{rows} rows on {self.mesh.shard.size} ranks, {shard} each, cut blocks of {form.block[0]}"
+        return forms, ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last gather's result is still there."""
+        return self.linear.weight is getattr(self.parameter, "_unsharded_param", None)
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's rows [n, K]."""
+        return local_of(self.parameter.sharded_param.detach())
+
+    def gather_as(self, forms: tuple[Form, ...]) -> None:
+        """Gather it in these forms from now on.  Its unit must be sharded."""
+        held, hooked = self.parameter, local_of(self.linear.weight)
+        if not hasattr(held, "_unsharded_param"):
+            held.init_all_gather_outputs([held._sharded_param_data.numel()], [self.dtype], self.mesh.shard.size, held.device)
+            held.init_unsharded_param()
+            held.free_unsharded_param()
+        if not self.forms:
+            self._in_bf16 = held.all_gather_outputs
+        held.all_gather_outputs = [] if forms else self._in_bf16  # FSDP2 makes those of codes, whose sizes differ
+        for name, hook in zip(_HOOKS, (self._before, self._after), strict=True):
+            if forms:
+                setattr(hooked, name, hook)
+            elif hasattr(hooked, name):
+                delattr(hooked, name)
+        held._init_extensions()
+        self.forms, self.linear.codes = forms, {}
+
+    def _before(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor, ...], None]:
+        made = cast(self.shard, self.forms, amax=self.amax, dtype=self.dtype)
+        return tuple(part for one in made for part in to_send(one)), None
+
+    def _after(self, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor) -> None:
+        # the scale of the whole weight is not a part of the cast's result, whose memory belongs to another stream
+        scale = {form: tensor_scale(self.amax, form.fmt) if form.scaled else None for form in self.forms}  # type: ignore[arg-type]
+        pairs = zip(self.forms, outputs[::2], outputs[1::2], strict=True)
+        self.linear.codes = {form: Sent(data, scales, scale[form]) for form, data, scales in pairs}
+
+
+class CodeGathers:
+    """The gathers of all quantisable weights of this rank's stages.  Every rank must make the same calls.
+
+    tokens: of a microbatch, that linears multiply on this rank.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module], mesh: Mesh, dtype: torch.dtype, tokens: int) -> None:
+        self._mesh, self._tokens, self._dtype = mesh, tokens, dtype
+        self._weights = [
+            _Weight(parameter._module_info.module, unit, parameter, mesh, dtype)
+            for stage in stages
+            for unit in stage.modules()
+            if isinstance(unit, FSDPModule)
+            for parameter in _parameters(unit)
+            if isinstance(parameter._module_info.module, (ColumnParallelLinear, RowParallelLinear))
+        ]
+
+    @torch.no_grad()
+    def before_pass(self, context: StepContext) -> None:
+        """Choose how this pass gathers each weight.  Observers read weights, so these are then gathered in BF16."""
+        changed = []
+        for weight in self._weights:
+            precision = context.precision or weight.linear.precision
+            forms = () if context.observed else weight.choice(precision, self._tokens)[0]
+            if forms != weight.forms:
+                changed.append((weight, forms))
+        for unit in dict.fromkeys(weight.unit for weight, _ in changed):
+            unit.reshard()  # weights that an evaluation has left whole
+        for weight, forms in changed:
+            weight.gather_as(forms)
+        if scaled := [one for one in self._weights if not one.is_whole and any(form.scaled for form in one.forms)]:
+            amaxes = torch.stack([op.finite_amax(one.shard, self._dtype) for one in scaled])
+            for axis in (self._mesh.shard, self._mesh.tp):
+                if axis.size > 1:
+                    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=axis.group)
+            for one, amax in zip(scaled, amaxes, strict=True):
+                one.amax = amax
+
+    def told(self, precisions: Mapping[str, Sequence[LinearPrecision]]) -> list[str]:
+        """Lines that say which kinds of linears gather codes in which precisions, and why others do not.
+
+        precisions: by the linear's name.
+        """
+        found: dict[str, dict[str, None]] = {}
+        for weight in self._weights:
+            kind = weight.linear.name.rsplit(".", 1)[1]
+            for precision in precisions[weight.linear.name]:
+                forms, why = weight.choice(precision, self._tokens)
+                line = "as codes" if forms else f"in BF16, since {why}"
+                found.setdefault(line, {})[f"{kind} in {precision}"] = None
+        return [f"weights gathered {line}: {', '.join(kinds)}" for line, kinds in found.items()]
+
+
+def _parameters(unit: FSDPModule) -> list[Any]:
+    """FSDP2's records of a unit's parameters; their place depends on PyTorch's release."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
