@@ -5,9 +5,9 @@ quarter in FP4.  A weight is gathered as codes if these have the bits that a cas
 rows that no block of scales crosses.  Otherwise it is gathered in BF16.  `CodeGathers.before_pass` decides that for
 each weight and each pass, from what all ranks know.
 
-FSDP2 gathers whatever a parameter's local tensor gives it in ``fsdp_pre_all_gather``.  It creates the whole parameter and
-its buffers once.  Here, each weight has one whole parameter: a view of BF16's buffer, and therefore without memory while
-codes are gathered.  Linears then read `ColumnParallelLinear.codes`.
+FSDP2 gathers what a parameter's local tensor hands it in ``fsdp_pre_all_gather``.  It makes the whole parameter and its
+buffers once.  Here, the whole parameter is a view of BF16's buffer, which has no memory while codes are gathered, and
+linears read `ColumnParallelLinear.codes`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_snip.formats import ROW
 from megatron_snip.mesh import Mesh
 from megatron_snip.parallel.data import local_of
 from megatron_snip.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -51,16 +52,18 @@ class _Weight:
 
     def choice(self, precision: LinearPrecision, tokens: int) -> tuple[tuple[Form, ...], str]:
         """The forms to gather it in under a precision, and if there are none, why."""
-        forms, (rows, columns) = weight_codes(precision), self.shape
+        forms, (rows, columns), ranks = weight_codes(precision), self.shape, self.mesh.shard.size
+        if ranks == 1:
+            return (), "nothing is gathered"
         if not forms:
-            return (), f"{precision} multiplies the weight itself, or its codes would not be smaller"
+            return (), "a GEMM needs the weight itself, or codes for both GEMMs are not smaller"
         sizes, device = Sizes(tokens, columns, rows), self.parameter.device
         if LINEAR_IMPLS[self.linear.impl].runs_whole(precision, device, sizes):
-            return (), "Transformer Engine casts it"
-        for form in forms:
-            if rows % (self.mesh.shard.size * form.block[0]):
-                shard = -(-rows // self.mesh.shard.size)
-                return (), f"{rows} rows on {self.mesh.shard.size} ranks, {shard} each, cut blocks of {form.block[0]}"
+            return (), "Transformer Engine casts them"
+        for side in (form.block[0] for form in forms):
+            if rows % (ranks * side):
+                scale = "scales of whole columns" if side == ROW else f"blocks of {side}"
+                return (), f"{rows} rows on {ranks} ranks cut {scale}"
         return forms, ""
 
     @property
@@ -77,7 +80,8 @@ class _Weight:
         """Gather it in these forms from now on.  Its unit must be sharded."""
         held, hooked = self.parameter, local_of(self.linear.weight)
         if not hasattr(held, "_unsharded_param"):
-            held.init_all_gather_outputs([held._sharded_param_data.numel()], [self.dtype], self.mesh.shard.size, held.device)
+            numel, ranks = held._sharded_param_data.numel(), self.mesh.shard.size
+            held.init_all_gather_outputs([numel], [self.dtype], ranks, held.device)
             held.init_unsharded_param()
             held.free_unsharded_param()
         if not self.forms:
@@ -96,10 +100,12 @@ class _Weight:
         return tuple(part for one in made for part in to_send(one)), None
 
     def _after(self, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor) -> None:
-        # the scale of the whole weight is not a part of the cast's result, whose memory belongs to another stream
-        scale = {form: tensor_scale(self.amax, form.fmt) if form.scaled else None for form in self.forms}  # type: ignore[arg-type]
-        pairs = zip(self.forms, outputs[::2], outputs[1::2], strict=True)
-        self.linear.codes = {form: Sent(data, scales, scale[form]) for form, data, scales in pairs}
+        made = {}
+        for form, data, scales in zip(self.forms, outputs[::2], outputs[1::2], strict=True):
+            # not the cast's own, whose memory belongs to FSDP2's copy-in stream and may be written too early
+            whole = tensor_scale(self.amax, form.fmt) if form.scaled and self.amax is not None else None
+            made[form] = Sent(data, scales, whole)
+        self.linear.codes = made
 
 
 class CodeGathers:
@@ -145,14 +151,20 @@ class CodeGathers:
 
         precisions: by the linear's name.
         """
-        found: dict[str, dict[str, None]] = {}
+        found: dict[str, dict[str, set[str]]] = {}
         for weight in self._weights:
-            kind = weight.linear.name.rsplit(".", 1)[1]
             for precision in precisions[weight.linear.name]:
                 forms, why = weight.choice(precision, self._tokens)
-                line = "as codes" if forms else f"in BF16, since {why}"
-                found.setdefault(line, {})[f"{kind} in {precision}"] = None
-        return [f"weights gathered {line}: {', '.join(kinds)}" for line, kinds in found.items()]
+                by_precision = found.setdefault("as codes" if forms else f"in BF16, because {why}", {})
+                by_precision.setdefault(str(precision), set()).add(weight.linear.name.rsplit(".", 1)[1])
+        lines = []
+        for how, by_precision in found.items():
+            by_kinds: dict[str, list[str]] = {}
+            for name, kinds in by_precision.items():
+                by_kinds.setdefault(", ".join(sorted(kinds)), []).append(name)
+            which = "; ".join(f"{kinds} in {', '.join(names)}" for kinds, names in by_kinds.items())
+            lines.append(f"weights gathered {how}: {which}")
+        return lines or ["no weights are gathered: there is one data-parallel rank"]
 
 
 def _parameters(unit: FSDPModule) -> list[Any]:

@@ -322,7 +322,7 @@ def _quantise(x: Tensor, form: Form, tensor_amax: Tensor | None, count: bool) ->
 
 
 def store(codes: Tensor, scales: Tensor, made: Operand) -> None:
-    """Write codes [R, C] of ``form.stored`` and float32 scales [row blocks, column blocks] into an allocated operand."""
+    """Write codes [R, C] of ``form.stored`` and scales, float32 [row blocks, column blocks], into an operand."""
     assert made.form is not None and made.scales is not None
     if made.form.output == "swizzled":
         _swizzle(codes, scales, made.form, made)

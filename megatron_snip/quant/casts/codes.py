@@ -1,8 +1,8 @@
 """A weight's codes on their way between ranks, and the operands that are laid out from them.
 
 Each rank casts its own rows to "codes" and sends bytes and scales; elements of up to 4 bits go two to a byte.  From the
-gathered bytes, ``lay_out`` makes what a GEMM reads, with the bits that a cast of the whole weight has.  The exception is a
-NaN in packed codes, which have none: its whole block becomes NaN.
+gathered bytes, ``lay_out`` makes what a GEMM reads, with the bits of a cast of the whole weight.  Only a NaN differs:
+pairs of codes have none, so its whole block becomes NaN.
 """
 
 from __future__ import annotations

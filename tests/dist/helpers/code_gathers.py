@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import LinearPrecision
 from tests.dist.helpers.runs import make
