@@ -26,7 +26,7 @@ from megatron_snip.parallel.data import local_of
 from megatron_snip.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from megatron_snip.quant import LINEAR_IMPLS, LinearPrecision, Sizes, StepContext
 from megatron_snip.quant.casts.cast import Form
-from megatron_snip.quant.casts.codes import Sent, to_send
+from megatron_snip.quant.casts.codes import Sent
 from megatron_snip.quant.casts.scales import tensor_scale
 from megatron_snip.quant.kernels import op
 from megatron_snip.quant.kernels.dispatch import cast
@@ -57,6 +57,8 @@ class _Weight:
             return (), "nothing is gathered"
         if not forms:
             return (), "a GEMM needs the weight itself, or codes for both GEMMs are not smaller"
+        if columns % 2:
+            return (), "codes of 4 bits need an even number of columns"
         sizes, device = Sizes(tokens, columns, rows), self.parameter.device
         if LINEAR_IMPLS[self.linear.impl].runs_whole(precision, device, sizes):
             return (), "Transformer Engine casts them"
@@ -97,7 +99,7 @@ class _Weight:
 
     def _before(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor, ...], None]:
         made = cast(self.shard, self.forms, amax=self.amax, dtype=self.dtype)
-        return tuple(part for one in made for part in to_send(one)), None
+        return tuple(part for one in made for part in op.to_send(one)), None
 
     def _after(self, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor) -> None:
         made = {}

@@ -66,22 +66,29 @@ def lay_out(sent: Sent, form: Form) -> Operand:
     codes = _recoded(sent.data, form.element, form.stored, in_pairs(form))
     made = allocate(codes, form, count=False)
     store(codes, sent.scales, made)
-    if made.tensor_scale is not None:
-        assert sent.tensor_scale is not None
+    if made.tensor_scale is not None and sent.tensor_scale is not None:
         made.tensor_scale.copy_(sent.tensor_scale)
     return made
+
+
+def store_scales(sent: Sent, made: Operand) -> None:
+    """Write the scales alone into an allocated operand that is not swizzled."""
+    assert made.scales is not None
+    made.scales.zero_()[: sent.scales.shape[0], : sent.scales.shape[1]] = sent.scales
+    if made.tensor_scale is not None and sent.tensor_scale is not None:
+        made.tensor_scale.copy_(sent.tensor_scale)
 
 
 def _recoded(data: Tensor, element: Element, stored: Element, pairs: bool) -> Tensor:
     """Codes [R, C] of ``stored``, a byte each, from codes of ``element`` as they travel."""
     if not pairs and element == stored:
         return data
-    table = _table(element, stored, pairs, data.device)
+    table = code_table(element, stored, pairs, data.device)
     return table.index_select(0, data.flatten().int()).view(torch.uint8).view(len(data), -1)
 
 
 @cache
-def _table(element: Element, stored: Element, pairs: bool, device: torch.device) -> Tensor:
+def code_table(element: Element, stored: Element, pairs: bool, device: torch.device) -> Tensor:
     """Byte of ``element`` -> the code of ``stored``, uint8 [256]; for bytes with two codes, both as an int16 [256]."""
     count = 2**element.bits
     finite = [code for code in range(count) if code % element.sign_code <= element.max_code]

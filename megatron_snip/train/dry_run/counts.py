@@ -303,7 +303,7 @@ class Tracker(TorchDispatchMode):
 
     def _label_casts(self, name: str, args: Any, outs: list[Tensor]) -> None:
         """Mark the outputs of casts, with their format."""
-        if name not in ("cast", "dequantize", "lay_out"):
+        if name not in ("cast", "dequantize", "to_send", "lay_out"):
             return
         self.memory.mark(outs, "casts")
         if name == "cast":
