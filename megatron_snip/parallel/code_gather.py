@@ -76,7 +76,7 @@ class _Weight:
     @property
     def shard(self) -> Tensor:
         """This rank's rows [n, K]."""
-        return local_of(self.parameter.sharded_param.detach())
+        return local_of(self.parameter.sharded_param).detach()
 
     def gather_as(self, forms: tuple[Form, ...]) -> None:
         """Gather it in these forms from now on.  Its unit must be sharded."""
@@ -129,11 +129,12 @@ class CodeGathers:
 
     @torch.no_grad()
     def before_pass(self, context: StepContext) -> None:
-        """Choose how this pass gathers each weight.  Observers read weights, so these are then gathered in BF16."""
+        """Choose how this pass gathers each weight."""
         changed = []
         for weight in self._weights:
             precision = context.precision or weight.linear.precision
-            forms = () if context.observed else weight.choice(precision, self._tokens)[0]
+            forms = weight.choice(precision, self._tokens)[0]
+            assert not (forms and context.observed), "observers read weights, so probes run in bf16"
             if forms != weight.forms:
                 changed.append((weight, forms))
         for unit in dict.fromkeys(weight.unit for weight, _ in changed):

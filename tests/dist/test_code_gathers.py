@@ -45,6 +45,12 @@ def test_no_bit_changes(case):
     results = run_ranks(with_and_without, world, options, MIX, seconds=300.0)
     # a step, a validation, a probe, a step, BF16's loss, a trial's pass under the second plan, a step
     assert results[0][0]["coded"] == [first, first, 0, first, 0, second, second]
+    codes, bf16 = (
+        [line for line in results[0][0]["lines"] if f"gathered {how}" in line] for how in ("as codes", "in BF16")
+    )
+    assert len(codes) == 1 and all(kind in codes[0] for kind in ("nvfp4", "mxfp4"))
+    assert any("a GEMM needs the weight itself" in line for line in bf16)
+    assert any("256 rows on 4 ranks cut blocks of 128: " in line for line in bf16) == (case == FIRST[0])
     for codes, plain in results:
         assert codes["told"] == plain["told"] and not any(plain["coded"])
         assert codes["tensors"].keys() == plain["tensors"].keys()
