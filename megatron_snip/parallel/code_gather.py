@@ -158,7 +158,9 @@ class CodeGathers:
         for weight in self._weights:
             for precision in precisions[weight.linear.name]:
                 forms, why = weight.choice(precision, self._tokens)
-                by_precision = found.setdefault("as codes" if forms else f"in BF16, because {why}", {})
+                by_precision = found.setdefault(
+                    "gathered as codes" if forms else f"not gathered as codes, because {why}", {}
+                )
                 by_precision.setdefault(str(precision), set()).add(weight.linear.name.rsplit(".", 1)[1])
         lines = []
         for how, by_precision in found.items():
@@ -166,7 +168,7 @@ class CodeGathers:
             for name, kinds in by_precision.items():
                 by_kinds.setdefault(", ".join(sorted(kinds)), []).append(name)
             which = "; ".join(f"{kinds} in {', '.join(names)}" for kinds, names in by_kinds.items())
-            lines.append(f"weights gathered {how}: {which}")
+            lines.append(f"weights {how}: {which}")
         return lines or ["no weights are gathered: there is one data-parallel rank"]
 
 

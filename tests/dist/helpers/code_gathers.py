@@ -23,7 +23,7 @@ def _state(parts: Parts) -> dict[str, Any]:
     return {name: local_of(tensor).clone() for name, tensor in parts.tensors().items()}
 
 
-def trained(options: dict[str, Any], formats: tuple[str, ...]) -> dict[str, Any]:
+def trained(options: dict[str, Any], formats: tuple[str, ...], probed: bool) -> dict[str, Any]:
     """Train with a validation, a probe, a trial's pass and a change of plan in between.
 
     What each event told, how many linears had gathered codes in it, and this rank's weights and moments.
@@ -43,9 +43,10 @@ def trained(options: dict[str, Any], formats: tuple[str, ...]) -> dict[str, Any]
     _plan(parts, formats)
     step(1)
     note(stepper.evaluate(loader.batch(0), 2))
-    run_pass = stepper.pass_runner(loader.batch(size), 2)
-    stats = parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, 2, updates=False)
-    note(stats.values.tolist())
+    if probed:
+        run_pass = stepper.pass_runner(loader.batch(size), 2)
+        stats = parts.coordinator.probe.run(run_pass, parts.optimizer.zero_grad, 2, updates=False)
+        note(stats.values.tolist())
     step(2)
     note(stepper.bf16_loss(loader.batch(0), 3))
     _plan(parts, formats, 1)
@@ -57,11 +58,13 @@ def trained(options: dict[str, Any], formats: tuple[str, ...]) -> dict[str, Any]
     return {"told": told, "coded": coded, "tensors": _state(parts), "lines": lines}
 
 
-def with_and_without(options: dict[str, Any], formats: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+def with_and_without(
+    options: dict[str, Any], formats: tuple[str, ...], probed: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """`trained` with codes gathered and without.  Blocks are compiled without a backend, which would take minutes."""
     plain = Block.compile_run
     Block.compile_run = lambda self: plain(self, "aot_eager")  # type: ignore[method-assign]
-    return trained({**options, "fp8_param_gather": True}, formats), trained(options, formats)
+    return trained({**options, "fp8_param_gather": True}, formats, probed), trained(options, formats, probed)
 
 
 def resumed(options: dict[str, Any], formats: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
