@@ -1,4 +1,4 @@
-"""Weights that travel as codes: operands laid out from what ranks send are those that a cast of the whole weight makes."""
+"""Weights that travel as codes: what is laid out of them is what a cast of the whole weight makes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ def test_a_nan_stays_a_nan(name):
     plain = cast(w, [form.held("values")], amax=AMAX, dtype=torch.bfloat16)[0].data
     nan, side = values.isnan(), form.block[0]
     assert nan[200, 100] and torch.equal(values[~nan], plain[~nan])
-    rows, columns = slice(200 // side * side, 200 // side * side + side), slice(100 // side * side, 100 // side * side + side)
+    rows, columns = (
+        slice(200 // side * side, 200 // side * side + side),
+        slice(100 // side * side, 100 // side * side + side),
+    )
     assert nan.sum() == (1 if name == "fp8" else nan[rows, columns].numel())
 
 
@@ -102,7 +105,9 @@ def test_the_operator_that_stands_for_it_says_what_it_makes(plan, output):
     if output == "swizzled" and plan != "nvfp4":
         return
     sent, form = gathered(weight(), codes), Form(codes.fmt, "weight", 0, output=output)
-    torch.library.opcheck(torch.ops.megatron_snip.lay_out, (*sent, form.text), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.megatron_snip.lay_out, (*sent, form.text), test_utils=("test_schema", "test_faketensor")
+    )
     made = op.lay_out(sent, form)
     parts = torch.ops.megatron_snip.lay_out(*sent, form.text)
     assert all(same(*both) for both in zip(parts, [part for part in made[1:4] if part is not None], strict=True))

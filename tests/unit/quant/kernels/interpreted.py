@@ -369,7 +369,9 @@ def travelling() -> Iterator[str]:
                 form = codes.form.held(output)
                 with mock.patch.object(triton_codes, "allocate", filled):
                     made = triton_codes.lay_out(sent, form)
-                yield from (f"lay_out {name} {dim} {output}: {what}" for what in differences([made], [lay_out(sent, form)]))
+                yield from (
+                    f"lay_out {name} {dim} {output}: {what}" for what in differences([made], [lay_out(sent, form)])
+                )
 
 
 def main() -> int:
