@@ -34,6 +34,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_snip.mesh import AXES, Mesh
+from megatron_snip.quant.casts.cast import Form, form_of
 from megatron_snip.quant.kernels import op
 
 KINDS = ("parameters", "gradients", "optimiser", "gathered", "activations", "casts", "temporaries")
@@ -53,7 +54,10 @@ _SILENT = (
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view",
     "_local_scalar_dense",
 )  # fmt: skip
-_DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_DTYPES = {
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8 (E5M2)",
+}  # fmt: skip
 _ELEMENTS = {(2, 1): "fp4", (2, 3): "fp6", (3, 2): "fp6", (4, 3): "fp8", (5, 2): "fp8 (E5M2)"}
 
 #: Counts by ("launch", op), ("flops",), ("gemm", M, N, K, formats), ("read",), and for collectives
@@ -329,17 +333,16 @@ class Tracker(TorchDispatchMode):
 
     def _label_casts(self, name: str, args: Any, outs: list[Tensor]) -> None:
         """Mark the outputs of casts, with their format."""
-        if name not in ("cast", "dequantize"):
+        if name not in ("cast", "dequantize", "to_send", "lay_out"):
             return
         self.memory.mark(outs, "casts")
-        if name == "dequantize":
-            source = self.memory.of(args[0])
-            formats = ["" if source is None else source.fmt]
-        else:
+        if name == "cast":
             forms, counted = op.forms_of(args[2], args[3]), bool(args[5])
             sizes = [1 if form.output == "values" else 2 + counted + form.scaled for form in forms]  # codes have scales
-            names = [_ELEMENTS.get((f.element.exponent_bits, f.element.mantissa_bits), f.element.name) for f in forms]
-            formats = [fmt for fmt, size in zip(names, sizes, strict=True) for _ in range(size)]
+            formats = [_element(form) for form, size in zip(forms, sizes, strict=True) for _ in range(size)]
+        else:  # gathered codes are not known to be codes until they are read
+            source = self.memory.of(args[0])
+            formats = [(source.fmt if source is not None else "") or _element(form_of(args[3]))] * len(outs)
         for tensor, fmt in zip(outs, formats, strict=True):
             if (entry := self.memory.of(tensor)) is not None:
                 entry.fmt = fmt
@@ -361,6 +364,11 @@ class Tracker(TorchDispatchMode):
         batch, heads, length, channels = query.shape
         products = 5 if name.endswith("backward") else 2
         self.counts["flops",] += products * batch * heads * length * length * channels
+
+
+def _element(form: Form) -> str:
+    element = form.element
+    return _ELEMENTS.get((element.exponent_bits, element.mantissa_bits), element.name)
 
 
 def _is_of_a_mesh(func: Any, args: Any) -> bool:
