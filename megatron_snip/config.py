@@ -90,6 +90,8 @@ class ParallelConfig:
     num_distributed_optimizer_instances: int = 1
     # Add up and reduce a rank's gradients in BF16: half the memory and bytes, less exact; needs --bf16.
     grad_reduce_in_bf16: bool = False
+    # Gather weights as the codes that linears multiply, where that changes no bit: a byte in FP8, half of one in FP4.
+    fp8_param_gather: bool = False
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: GPUs if there are any, unless the backend is gloo.
     # auto: nccl on GPUs, gloo on CPUs.  gloo with --device cuda lets several ranks share a GPU, for testing.
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"

@@ -48,6 +48,8 @@ def tables() -> Tables:
 
 def instead_of(name: str) -> str:
     """What to give instead of an unsupported Megatron-LM option; "" for other names."""
+    if name.replace("-", "_") in option_groups():
+        return ""
     _, _, _, refused, prefixes = tables()
     return refused.get(name) or next((text for start, text in prefixes.items() if name.startswith(start)), "")
 

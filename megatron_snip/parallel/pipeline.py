@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_snip.mesh import Axis, Mesh
+from megatron_snip.parallel.code_gather import CodeGathers
 from megatron_snip.parallel.context_parallel import own_tokens
 from megatron_snip.parallel.data import before_backward
 from megatron_snip.parallel.tensor import drop_weight_casts
@@ -58,8 +59,9 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         begin: Callable[[Tensor, Tensor, Axis], int | Tensor] | None = None,
+        gathers: CodeGathers | None = None,
     ) -> None:
-        self._begin = begin
+        self._begin, self.gathers = begin, gathers
         self.stages, self.mesh, self.sharding, self.device = stages, mesh, sharding, device
         self.losses: list[float] = []  # share of each microbatch of the last pass; only on the last stage
         self._has_first, self._has_last = 0 in stages, num_stages - 1 in stages
@@ -122,6 +124,8 @@ class Pipeline:
         if self._begin is not None:
             tokens = self._begin(batch.tokens.to(self.device), batch.sample_index, self.mesh.dp)
         context = dataclasses.replace(context, iteration=iteration, loss_tokens=tokens)
+        if self.gathers is not None:
+            self.gathers.before_pass(context)
         run = self._plain if self.mesh.pp.size == 1 else self._pipelined
         try:
             return run(batch, context, training=training)

@@ -14,7 +14,7 @@ Shapes: B sequences, S tokens of a sequence, T = B * S tokens, K input and N out
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -31,7 +31,8 @@ from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.quant import LINEAR_IMPLS, Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, name_stream
-from megatron_snip.quant.casts.cast import swiglu_product
+from megatron_snip.quant.casts.cast import Form, swiglu_product
+from megatron_snip.quant.casts.codes import Sent
 from megatron_snip.quant.linears import linear_op
 from megatron_snip.quant.linears.collectives import start_gather, start_sum
 from megatron_snip.quant.linears.group import Group, run_group
@@ -152,6 +153,7 @@ class _ParallelLinear(nn.Module):
         self.precision = LinearPrecision.uniform("bf16")
         self.impl = "emulated"
         self.weight_casts: Casts | None = Casts()
+        self.codes: Mapping[Form, Sent] = {}  # of the weight, if they were gathered in its place (code_gather.py)
         shards = {"weight", "input" if dim else "grad_output"} if axis.size > 1 else set()
         if self._whole.size > axis.size:  # cp cuts sequences
             shards |= {"input", "grad_output"}
@@ -196,7 +198,7 @@ class _ParallelLinear(nn.Module):
         return LinearCall(
             context.precision or self._precision, own, self._input_col0, self._output_col0,
             context.observers.get(self.name) if context.observers else None,
-            self.weight_casts, self._reduce_amax, self.region.forward_only,
+            self.weight_casts, self._reduce_amax, self.region.forward_only, self.codes,
         )  # fmt: skip
 
     def group(self, linears: Sequence[_ParallelLinear], context: StepContext, device: torch.device, rows: int) -> Group:

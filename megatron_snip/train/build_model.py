@@ -13,6 +13,7 @@ from megatron_snip.model.llama import LlamaStage, build_stages
 from megatron_snip.model.offload import Offload
 from megatron_snip.model.recompute import Recompute
 from megatron_snip.model.stages import stage_blocks
+from megatron_snip.parallel.code_gather import CodeGathers
 from megatron_snip.parallel.data import keeps_weights, shard_over_dp
 from megatron_snip.parallel.pipeline import Pipeline
 from megatron_snip.parallel.tensor import Region
@@ -76,7 +77,10 @@ def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], de
     m, t = config.model, config.training
     own = m.seq_length // mesh.cp.size
     s = own // (mesh.tp.size if config.parallel.sequence_parallel else 1)
-    documents = next(iter(stages.values())).build.documents
+    documents, gathers = next(iter(stages.values())).build.documents, None
+    dtype = torch.bfloat16 if t.bf16 else torch.float32
+    if config.parallel.fp8_param_gather:
+        gathers = CodeGathers(stages.values(), mesh, dtype, t.micro_batch_size * own)
     return Pipeline(
         dict(stages),
         num_stages=len(stage_blocks(m.num_layers, config.parallel)),
@@ -84,7 +88,8 @@ def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], de
         sharding=config.parallel.data_parallel_sharding_strategy,
         activation=(t.micro_batch_size, s, m.hidden_size),
         tokens=(t.micro_batch_size, own),
-        dtype=torch.bfloat16 if t.bf16 else torch.float32,
+        dtype=dtype,
         device=device,
         begin=None if documents is None else documents.begin,
+        gathers=gathers,
     )

@@ -26,15 +26,7 @@ from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import linear_shapes, spec_of
 from megatron_snip.model.stages import stage_blocks
-from megatron_snip.quant import (
-    GEMMS,
-    LINEAR_IMPLS,
-    LinearPrecision,
-    LinearShape,
-    Sizes,
-    check_linear,
-    compiled_impl,
-)
+from megatron_snip.quant import GEMMS, LINEAR_IMPLS, LinearPrecision, LinearShape, Sizes, check_linear, compiled_impl
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import Coordinator, check_snip
 from megatron_snip.snip.measure.probe import Probe
@@ -311,18 +303,20 @@ def _log_backends(config: Config, parts: Parts, plan: Plan | None, device: torch
     """Log what runs the GEMMs of each format.  If that varies, say for which kinds of linears and which precisions."""
     by_format: dict[str, dict[str, set[tuple[str, str]]]] = {}
     used = precisions_of(config, plan)
+    by_name = {name: used if plan is None else [plan.linears[name]] for name in parts.linears}
     tokens = config.training.micro_batch_size * config.model.seq_length // parts.mesh.cp.size
     for name, linear in parts.linears.items():
         sides = [linear.out_features, linear.in_features]
         sides[linear.split_dim] //= parts.mesh.tp.size
-        for precision in used if plan is None else [plan.linears[name]]:
+        for precision in by_name[name]:
             runs = LINEAR_IMPLS[linear.impl].runs(precision, device, Sizes(tokens, sides[1], sides[0]))
             for fmt, who in runs.items():
                 by_format.setdefault(fmt, {}).setdefault(who, set()).add((name.rsplit(".", 1)[1], str(precision)))
     if config.precision.precision == "snip":
         LOGGER.info(f"plans choose from {config.snip.snip_options}")
         LOGGER.info(f"GEMM times are {read_times(config.snip).told}")
-    for line in _table(by_format):
+    gathers = parts.stepper.pipeline.gathers
+    for line in [*_table(by_format), *(gathers.told(by_name) if gathers is not None else ())]:
         LOGGER.info(line)
 
 

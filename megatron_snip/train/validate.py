@@ -175,6 +175,10 @@ def _validate_sharding(config: Config, dp: int) -> None:
         raise UserError(
             f"{option} is {instances} and --data-parallel-sharding-strategy no_shard shards nothing; drop one"
         )
+    if p.fp8_param_gather and p.data_parallel_sharding_strategy == "no_shard":
+        raise UserError(
+            "--fp8-param-gather and --data-parallel-sharding-strategy no_shard, which gathers no weights; drop one"
+        )
     if p.grad_reduce_in_bf16 and not config.training.bf16:
         raise UserError(
             "--grad-reduce-in-bf16 needs --bf16, as gradients are float32 without it; add --bf16 or drop it"

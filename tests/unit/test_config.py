@@ -26,7 +26,7 @@ WORDS = {
     "num_layers_per_virtual_pipeline_stage": "1", "num_virtual_stages_per_pipeline_rank": "4",
     "decoder_first_pipeline_num_layers": "5", "decoder_last_pipeline_num_layers": "6",
     "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
-    "context_parallel_size": "2", "sequence_parallel": True, "grad_reduce_in_bf16": True,
+    "context_parallel_size": "2", "sequence_parallel": True, "grad_reduce_in_bf16": True, "fp8_param_gather": True,
     "data_parallel_sharding_strategy": "optim_grads",
     "num_distributed_optimizer_instances": "2", "distributed_backend": "gloo", "device": "cpu",
     "distributed_timeout_minutes": "2.5", "micro_batch_size": "2", "global_batch_size": "16", "train_iters": "7",

@@ -35,7 +35,7 @@ LLAMA3_8B = """
 """
 #: What its message asks to change, and what is then given.
 LEFT_OUT = """apply-layernorm-1p decoupled-lr decoupled-min-lr
-fp8-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather"""
+fp8-format fp8-amax-history-len fp8-amax-compute-algo"""
 INSTEAD = "--precision fp8_hybrid"
 
 
@@ -69,6 +69,7 @@ def test_with_these_changes_it_runs(caplog):
     assert (m.num_layers, m.hidden_size, m.num_query_groups, m.rotary_base) == (32, 4096, 8, 1e6)
     assert (config.with_iterations().training.train_iters, config.precision.precision) == (15258789, "fp8_hybrid")
     assert config.data.num_workers == 1 and config.parallel.grad_reduce_in_bf16
+    assert config.parallel.fp8_param_gather
     validate(config, 8)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("Megatron-LM options that are ignored here: --use-mcore-models, --group-query-attention")

@@ -312,19 +312,23 @@ def _quantise(x: Tensor, form: Form, tensor_amax: Tensor | None, count: bool) ->
             scales = scales * tensor_scale(tensor_amax, form.fmt)
         return Operand(form, (q * _expand(scales, block, q.shape)).to(x.dtype))
     made = allocate(x, form, count=count)
-    assert made.scales is not None
-    codes = encode(q, form.stored)
-    if form.output == "swizzled":
-        _swizzle(codes, scales, form, made)
-    else:
-        made.data.copy_(codes)
-        made.scales.zero_()[: scales.shape[0], : scales.shape[1]] = scales
+    store(encode(q, form.stored), scales, made)
     if made.tensor_scale is not None:
         assert tensor_amax is not None
         made.tensor_scale.copy_(tensor_scale(tensor_amax, form.fmt))
     if made.saturated is not None:
         made.saturated.copy_((y.abs() > element.saturation).sum())
     return made
+
+
+def store(codes: Tensor, scales: Tensor, made: Operand) -> None:
+    """Write codes [R, C] of ``form.stored`` and scales, float32 [row blocks, column blocks], into an operand."""
+    assert made.form is not None and made.scales is not None
+    if made.form.output == "swizzled":
+        _swizzle(codes, scales, made.form, made)
+    else:
+        made.data.copy_(codes)
+        made.scales.zero_()[: scales.shape[0], : scales.shape[1]] = scales
 
 
 def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Operand) -> None:
@@ -335,7 +339,7 @@ def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Operand) -> None:
     block, data, tiles = form.block, made.data, made.scales
     assert tiles is not None
     if form.packed:
-        scales = torch.where(_in_blocks(codes, block).amax(dim=(1, 3)) == NAN_CODE, torch.nan, scales)
+        scales = torch.where(has_nan(codes, block), torch.nan, scales)
     if form.dim == 0:
         codes, scales, block, data, tiles = codes.T, scales.T, block[::-1], data.T, tiles.T
     data.copy_(pack(codes) if form.packed else codes)
@@ -346,6 +350,11 @@ def _swizzle(codes: Tensor, scales: Tensor, form: Form, made: Operand) -> None:
 def scales_of_rows(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     """Encode and scale of each row of x [R, C], or of each column for a form along dim 0: float32 [R, 1] or [1, C]."""
     return block_scales(_finite(x, form.block).amax(dim=(1, 3)).float(), form.fmt)
+
+
+def has_nan(codes: Tensor, block: tuple[int, int]) -> Tensor:
+    """Whether each block of codes [R, C] contains a NaN: bool [row blocks, column blocks]."""
+    return _in_blocks(codes, block).amax(dim=(1, 3)) == NAN_CODE
 
 
 def _finite(x: Tensor, block: tuple[int, int]) -> Tensor:

@@ -26,6 +26,7 @@ from megatron_snip.quant.casts.cast import (
     resolve,
     swiglu_product,
 )
+from megatron_snip.quant.casts.codes import Sent
 from megatron_snip.quant.casts.hadamard import check_groups
 from megatron_snip.quant.casts.rounding import RoundingKey
 from megatron_snip.quant.casts.swizzled import scales_of_bytes, unpack, unswizzle
@@ -160,6 +161,13 @@ def values(operand: Operand, dtype: torch.dtype) -> Tensor:
     if form is None or form.output == "values":
         return operand.data
     return dequantize(quantized(operand), dtype)
+
+
+def operand_of(sent: Sent, form: Form, codes: Form, dtype: torch.dtype) -> Operand:
+    """What ``cast`` to ``form`` makes of a tensor [R, C] in ``dtype``, from its gathered cast to the form ``codes``."""
+    if form.output != "values":
+        return op.lay_out(sent, form)
+    return Operand(form, values(op.lay_out(sent, codes), dtype))
 
 
 def quantized(codes: Operand) -> Quantized:

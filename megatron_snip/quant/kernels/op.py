@@ -19,10 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_snip.formats import Hadamard
 from megatron_snip.quant.casts import cast as specification
+from megatron_snip.quant.casts import codes as sent_codes
 from megatron_snip.quant.casts.cast import Form, Operand, Quantized, allocate, form_of, reference, swiglu_product
+from megatron_snip.quant.casts.codes import Sent
 from megatron_snip.quant.casts.hadamard import hadamard as hadamard_reference
 from megatron_snip.quant.casts.rounding import RoundingKey, Rows
-from megatron_snip.quant.kernels import cpu, triton_cast
+from megatron_snip.quant.kernels import cpu, triton_cast, triton_codes
 
 _MASK32 = 0xFFFFFFFF
 _KEY = 11  # integers of a key
@@ -91,6 +93,33 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     return torch.ops.megatron_snip.dequantize(
         quantized.codes, quantized.scales, quantized.tensor_scale, quantized.text, dtype
     )
+
+
+def to_send(codes: Operand) -> tuple[Tensor, Tensor]:
+    """``codes.to_send``: the bytes and scales of codes [R, C] that a rank sends."""
+    form, data, scales = codes.form, codes.data, codes.scales
+    assert form is not None and scales is not None
+    if not sent_codes.in_pairs(form):
+        return data, scales
+    if _traced(data):
+        made: tuple[Tensor, Tensor] = torch.ops.megatron_snip.to_send(data, scales, form.text)
+        return made
+    return triton_codes.to_send(codes) if triton_codes.takes(data, form) else sent_codes.to_send(codes)
+
+
+def _lay_out_now(sent: Sent, form: Form) -> Operand:
+    return (triton_codes if triton_codes.takes(sent.data, form) else sent_codes).lay_out(sent, form)
+
+
+def lay_out(sent: Sent, form: Form) -> Operand:
+    """``codes.lay_out``: the operand [R, C] in ``form`` of gathered codes.  It may share their memory."""
+    if sent_codes.moves_nothing(form):
+        scales = sent.scales if form.output == "codes" else sent_codes.padded_scales(sent, form)
+        return Operand(form, sent.data, scales, sent.tensor_scale)
+    if not _traced(sent.data):
+        return _lay_out_now(sent, form)
+    data, scales, *tensor_scale = torch.ops.megatron_snip.lay_out(*sent, form.text)
+    return Operand(form, data, scales, *tensor_scale)
 
 
 def rounds(x: Tensor) -> bool:
@@ -209,6 +238,28 @@ def _dequantize_op(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, f
 @_dequantize_op.register_fake
 def _(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, form: str, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@torch.library.custom_op("megatron_snip::to_send", mutates_args=())
+def _to_send_op(data: Tensor, scales: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    return to_send(Operand(form_of(form), data, scales))
+
+
+@_to_send_op.register_fake
+def _(data: Tensor, scales: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    return data.new_empty((len(data), -(-data.shape[1] // 2))), torch.empty_like(scales)
+
+
+@torch.library.custom_op("megatron_snip::lay_out", mutates_args=())
+def _lay_out_op(data: Tensor, scales: Tensor, tensor_scale: Tensor | None, form: str) -> list[Tensor]:
+    return _parts([_lay_out_now(Sent(data, scales, tensor_scale), form_of(form))])
+
+
+@_lay_out_op.register_fake
+def _(data: Tensor, scales: Tensor, tensor_scale: Tensor | None, form: str) -> list[Tensor]:
+    made = form_of(form)
+    codes = data[:, :1].expand(-1, data.shape[1] * (2 if sent_codes.in_pairs(made) else 1))
+    return _parts([allocate(codes, made, count=False)])
 
 
 @torch.library.custom_op("megatron_snip::finite_amax", mutates_args=())

@@ -66,7 +66,7 @@ def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
     if not on_nvidia(x) or (up is not None and not takes_product(x, up)):
         return False
     for form in forms:
-        if not _natural(form.part) or (form.output in OPERANDS and form.element.carrier is None):
+        if not natural(form.part) or (form.output in OPERANDS and form.element.carrier is None):
             return False
         if form.fmt.scale == "e4m3_4over6" and max(form.block) != 16:
             return False
@@ -97,7 +97,7 @@ def on_nvidia(x: Tensor) -> bool:
 
 
 @cache
-def _natural(block: tuple[int, int]) -> bool:
+def natural(block: tuple[int, int]) -> bool:
     """Whether the kernels' tiles hold whole blocks."""
     return all(side & (side - 1) == 0 and side <= MAX_BLOCK for side in block)
 
@@ -254,7 +254,7 @@ def _rows_on_device(rows: Rows, device: torch.device) -> Tensor:
 
 def takes_codes(quantized: Quantized) -> bool:
     """Whether ``dequantize`` takes these codes [R, C]."""
-    return quantized.fmt.quantised and on_nvidia(quantized.codes) and _natural(part_of(quantized.block))
+    return quantized.fmt.quantised and on_nvidia(quantized.codes) and natural(part_of(quantized.block))
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:

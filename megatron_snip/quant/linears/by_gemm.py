@@ -44,6 +44,10 @@ class ByGemm:
         """
         return self._chosen(call.precision, device, *sizes)
 
+    def runs_whole(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> bool:
+        """Whether `run_whole` runs a linear without an observer, and therefore reads the weight itself."""
+        return False
+
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] of x.dtype or float32 -> y [..., N] of x.dtype, differentiable."""
         outputs, inputs = w.shape

@@ -38,10 +38,14 @@ class EngineFirst(ByGemm):
 
         If it does not, its copy of the weight is dropped, because the weight may change before it runs again.
         """
-        if call.observer is None and self._unfit(call.precision, device, Sizes(*sizes)) is None:
+        if call.observer is None and self.runs_whole(call.precision, device, Sizes(*sizes)):
             return {}
         self._engine.forget(call.weight_casts)
         return super().backends(call, device, *sizes)
+
+    def runs_whole(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> bool:
+        """Whether Transformer Engine runs a linear without an observer."""
+        return self._unfit(precision, device, sizes) is None
 
     def run_whole(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] -> y [..., N] by Transformer Engine."""

@@ -10,7 +10,7 @@ T tokens, K input channels, N output channels, G = dL/dY.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from megatron_snip.formats import Format, get_format
 from megatron_snip.quant.casts.cast import OPERANDS, Form, Operand, Output, allocate
+from megatron_snip.quant.casts.codes import Sent, in_pairs
 from megatron_snip.quant.casts.rounding import RoundingKey
-from megatron_snip.quant.kernels.dispatch import ReduceAmax, cast, values
+from megatron_snip.quant.kernels.dispatch import ReduceAmax, cast, operand_of, values
 from megatron_snip.quant.linears.precision import LinearPrecision
 
 #: GEMM -> role -> reduction dim, as in the table above.
@@ -92,6 +93,7 @@ class LinearCall(NamedTuple):
     input_col0, output_col0: the global channels of the first columns of x and y.
     weight_casts: caches the weight's casts across calls.  reduce_amax: by role, for operands that are shards.
     forward_only: recomputation will run forward again before backward, so forward casts nothing for wgrad.
+    codes: the weight's casts by `weight_codes` if they were gathered in its place; the weight then has no memory.
     backends: empty until chosen; stays empty if the linear's implementation runs all three GEMMs itself.
     """
 
@@ -103,6 +105,7 @@ class LinearCall(NamedTuple):
     weight_casts: Casts | None = None
     reduce_amax: Mapping[str, ReduceAmax] = MappingProxyType({})
     forward_only: bool = False
+    codes: Mapping[Form, Sent] = MappingProxyType({})
     backends: Backends = MappingProxyType({})
 
     def on(self, backends: Backends) -> LinearCall:
@@ -123,6 +126,15 @@ class LinearCall(NamedTuple):
         if (gemm, role) not in self.precision.sources:
             return made
         return cast(values(made, dtype), [self.wanted(gemm, role)], self.reduce_amax.get(role))[0]
+
+    def cast_weight(self, w: Tensor, forms: Sequence[Form | None], dtype: torch.dtype) -> list[Operand]:
+        """The weight w [N,K], rounded to ``dtype``, in these forms: cast, or laid out from the gathered codes."""
+        if self.codes:
+            pairs = [(form, _as_codes(form)) for form in forms if form is not None]
+            assert len(pairs) == len(forms), "a weight that a GEMM multiplies in bf16 is gathered itself"
+            return [operand_of(self.codes[codes], form, codes, dtype) for form, codes in pairs]
+        assert w.untyped_storage().size(), "a copy is freed when nothing else will be cast"
+        return cast(w, forms, self.reduce_amax.get("weight"), dtype=dtype)
 
     def form(self, gemm: str, role: str, fmt: str | None = None, output: Output = "values") -> Form | None:
         """The form of an operand of a GEMM, by default in the GEMM's own format; None if it is not cast (bf16).
@@ -146,6 +158,29 @@ def _form(name: str, gemm: str, role: str, output: Output) -> Form | None:
     if role == "weight" and fmt.shares_weight and output not in OPERANDS:
         dim = 1  # square blocks are the same along both dims, so one cast serves both
     return Form(fmt, role, dim, output=output)
+
+
+def _as_codes(form: Form) -> Form:
+    """The form of a weight's codes that this form of it is laid out from."""
+    return Form(form.fmt, form.role, 1 if form.fmt.shares_weight else form.dim, output="codes")
+
+
+@cache
+def weight_codes(precision: LinearPrecision) -> tuple[Form, ...]:
+    """The casts of a weight that fprop and dgrad read, as codes; () if it has to be there itself, or would be smaller.
+
+    That is so if one of them multiplies the weight in bf16, rounds it stochastically or transforms it.
+    """
+    found: dict[Form, float] = {}
+    for gemm in ("fprop", "dgrad"):
+        if (gemm, "weight") in precision.sources:
+            continue
+        fmt, dim = get_format(getattr(precision, gemm)), REDUCTION_DIM[gemm]["weight"]
+        if not fmt.quantised or fmt.stochastic("weight", dim) or fmt.transforms("weight", dim):
+            return ()
+        form = _as_codes(Form(fmt, "weight", dim))
+        found[form] = (4 if in_pairs(form) else 8) + 32 / (form.block[0] * form.block[1])
+    return tuple(found) if sum(found.values()) < get_format("bf16").bits_per_element else ()
 
 
 @dataclass(frozen=True)
@@ -245,17 +280,22 @@ class Casts:
             wanted += [other] if other is not None and other.output == wanted[0].output else []
         now, made, values_too = wanted[0], [], []
         if missing := [form for form in wanted if form not in self._made]:
-            assert w.untyped_storage().size(), "a copy is freed when nothing else will be cast"
             missing = list(dict.fromkeys(missing))
-            if now is not None and now in missing and now.output == "codes" and call.backends[gemm].takes_values:
+            casts_codes = now is not None and now in missing and now.output == "codes" and not call.codes
+            if now is not None and casts_codes and call.backends[gemm].takes_values:
                 values_too = [now.held("values")]
-            made = cast(w, [*missing, *values_too], call.reduce_amax.get("weight"), dtype=dtype)
+            made = call.cast_weight(w, [*missing, *values_too], dtype)
             self._made.update(zip(missing, made, strict=False))
         operand = made[-1] if values_too else self._made[now]
-        if self.frees and call.observer is None and (training or gemm == "dgrad") and w.untyped_storage().size():
+        gathered = [sent.data for sent in call.codes.values()] or [w]
+        gathered = [one for one in gathered if self.frees and one.untyped_storage().size()]
+        if gathered and call.observer is None and (training or gemm == "dgrad"):
             needed = [call.wanted(one, "weight", kept=kept) for one in ("fprop", "dgrad")[: 1 if again else 2]]
             if all(form is not None and form in self._made for form in needed):
-                w.untyped_storage().resize_(0)
+                read = {made.data.untyped_storage()._cdata for made in self._made.values()}
+                for one in gathered:
+                    if one.untyped_storage()._cdata not in read:
+                        one.untyped_storage().resize_(0)
                 self._of = _identity(w, dtype)
         return operand
 

@@ -13,8 +13,6 @@ confuse, and does not know casts or what FSDP2 gathers.
     activations  everything else that forward creates
     temporaries  everything else that backward creates: gradients of activations, recomputed activations
 
-Copies that blocks keep on the host (`model.offload`) are in none of these.
-
 Convention: bytes of a collective are those that a rank passes in; for a recv, those that it receives.
 """
 
@@ -38,10 +36,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_snip.mesh import AXES, Mesh
 from megatron_snip.model import offload
+from megatron_snip.quant.casts.cast import Form, form_of
 from megatron_snip.quant.kernels import op
 
 KINDS = ("parameters", "gradients", "optimiser", "gathered", "activations", "casts", "temporaries")
-#: What is not on the device.
+#: What is not on the device: copies that blocks keep (`model.offload`), and states of `train.host_states`.
 HOST = "host"
 #: c10d's collectives -> (name here, index of the input argument, index of the group argument).
 _COLLECTIVES = {
@@ -57,7 +56,10 @@ _SILENT = (
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view",
     "_local_scalar_dense",
 )  # fmt: skip
-_DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_DTYPES = {
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8 (E5M2)",
+}  # fmt: skip
 _ELEMENTS = {(2, 1): "fp4", (2, 3): "fp6", (3, 2): "fp6", (4, 3): "fp8", (5, 2): "fp8 (E5M2)"}
 
 #: Counts by ("launch", op), ("flops",), ("gemm", M, N, K, formats), ("read",), and for collectives
@@ -166,8 +168,7 @@ class Memory:
 
     def is_on_host(self, tensor: Tensor) -> None:
         """Take this storage off the device; pinned memory comes in powers of two."""
-        entry = self.of(tensor)
-        assert entry is not None
+        entry = self.live[tensor.untyped_storage()._cdata]
         entry.kind, before = HOST, entry.size
         entry.size = pinned(entry.size, self.granule)
         self.log.append((entry, entry.size - before))
@@ -337,8 +338,7 @@ class Tracker(TorchDispatchMode):
     def _sent(self, whole: Tensor, stream: Any) -> Tensor:
         made = self._to_host(whole, stream)
         self.memory.is_on_host(made)
-        self._count_copy("to host", made)
-        return made
+        return self._counted("to host", made)
 
     def _fetched(self, host: Tensor, device: torch.device, stream: Any) -> Tensor:
         made = self._to_device(host, device, stream)
@@ -346,26 +346,25 @@ class Tracker(TorchDispatchMode):
         there, here = self.memory.of(host), self.memory.of(made)
         assert there is not None and here is not None
         there.fetched.append(here)
-        self._count_copy("from host", made)
-        return made
+        return self._counted("from host", made)
 
-    def _count_copy(self, name: str, made: Tensor) -> None:
+    def _counted(self, name: str, made: Tensor) -> Tensor:
         self.counts["count", HOST, name] += 1
         self.counts["bytes", HOST, name] += made.nbytes
+        return made
 
     def _label_casts(self, name: str, args: Any, outs: list[Tensor]) -> None:
         """Mark the outputs of casts, with their format."""
-        if name not in ("cast", "dequantize"):
+        if name not in ("cast", "dequantize", "to_send", "lay_out"):
             return
         self.memory.mark(outs, "casts")
-        if name == "dequantize":
-            source = self.memory.of(args[0])
-            formats = ["" if source is None else source.fmt]
-        else:
+        if name == "cast":
             forms, counted = op.forms_of(args[2], args[3]), bool(args[5])
             sizes = [1 if form.output == "values" else 2 + counted + form.scaled for form in forms]  # codes have scales
-            names = [_ELEMENTS.get((f.element.exponent_bits, f.element.mantissa_bits), f.element.name) for f in forms]
-            formats = [fmt for fmt, size in zip(names, sizes, strict=True) for _ in range(size)]
+            formats = [_element(form) for form, size in zip(forms, sizes, strict=True) for _ in range(size)]
+        else:  # gathered codes are not known to be codes until they are read
+            source = self.memory.of(args[0])
+            formats = [(source.fmt if source is not None else "") or _element(form_of(args[3]))] * len(outs)
         for tensor, fmt in zip(outs, formats, strict=True):
             if (entry := self.memory.of(tensor)) is not None:
                 entry.fmt = fmt
@@ -387,6 +386,11 @@ class Tracker(TorchDispatchMode):
         batch, heads, length, channels = query.shape
         products = 5 if name.endswith("backward") else 2
         self.counts["flops",] += products * batch * heads * length * length * channels
+
+
+def _element(form: Form) -> str:
+    element = form.element
+    return _ELEMENTS.get((element.exponent_bits, element.mantissa_bits), element.name)
 
 
 def _is_of_a_mesh(func: Any, args: Any) -> bool:

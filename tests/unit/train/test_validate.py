@@ -171,6 +171,10 @@ CASES = [
         {"num_distributed_optimizer_instances": 3, "data_parallel_sharding_strategy": "no_shard"},
         ["--num-distributed-optimizer-instances is 3", "no_shard shards nothing; drop one"],
     ),
+    (
+        {"fp8_param_gather": True, "data_parallel_sharding_strategy": "no_shard"},
+        ["--fp8-param-gather", "no_shard, which gathers no weights; drop one"],
+    ),
     ({"grad_reduce_in_bf16": True}, ["--grad-reduce-in-bf16 needs --bf16", "add --bf16 or drop it"]),
     ({"num_distributed_optimizer_instances": 0}, ["--num-distributed-optimizer-instances is 0"]),
     (

@@ -30,10 +30,11 @@ from megatron_snip.quant.casts.cast import (
     reference,
     swiglu_product,
 )
+from megatron_snip.quant.casts.codes import Sent, in_pairs, lay_out, to_send
 from megatron_snip.quant.casts.hadamard import hadamard
 from megatron_snip.quant.casts.rounding import Rows
 from megatron_snip.quant.casts.scales import tensor_scale
-from megatron_snip.quant.kernels import triton_cast
+from megatron_snip.quant.kernels import triton_cast, triton_codes
 from megatron_snip.quant.kernels.triton_launches import FP8_AND_FP4
 from tests.unit.quant.kernels.instructions import as_instructions_round
 from tests.unit.quant.kernels.operands import bits, draw_ties, held, operands, scale_ties
@@ -90,7 +91,7 @@ def every_format() -> Iterator[Case]:
     turn = itertools.count()
     names = [name for name in format_names() if get_format(name).quantised] + ["e3m4", "e6m1"]
     for (number, name), (role, dim) in itertools.product(enumerate(names), SIDES):
-        if not triton_cast._natural(plain(name, role, dim).part):
+        if not triton_cast.natural(plain(name, role, dim).part):
             continue  # cast.py's
         stochastic = number % 2 == (role == "input") ^ dim
         forms = [plain(name, role, dim, key) for key in ((None, KEY) if stochastic else (None,))]
@@ -351,6 +352,28 @@ def largest() -> Iterator[str]:
             yield f"finite_amax of SwiGLU's product {list(gate.shape)}"
 
 
+def travelling() -> Iterator[str]:
+    """Where codes differ on their way between ranks, or what is laid out of them: NaN, ragged tiles, both dims."""
+    for name, shape in (("fp4", (200, 170)), ("nvfp4", (48, 144)), ("mxfp4", (64, 160)), ("fp8", (131, 258)),
+                        ("e3m2", (20, 130)), ("fp8_e5m2", (256, 40))):  # fmt: skip
+        for dim in (1, 0):
+            x = operands(shape, torch.bfloat16)[1]
+            codes = reference(x, [plain(name, "weight", dim).held("codes")], finite_amax(x))[0]
+            assert codes.form is not None and codes.scales is not None
+            sent = Sent(*to_send(codes), codes.tensor_scale)
+            if in_pairs(codes.form):
+                for ours, theirs in zip(triton_codes.to_send(codes), sent, strict=False):
+                    if not torch.equal(bits(ours), bits(theirs)):
+                        yield f"to_send {name} {dim}"
+            for output in ("codes", "operand"):
+                form = codes.form.held(output)
+                with mock.patch.object(triton_codes, "allocate", filled):
+                    made = triton_codes.lay_out(sent, form)
+                yield from (
+                    f"lay_out {name} {dim} {output}: {what}" for what in differences([made], [lay_out(sent, form)])
+                )
+
+
 def main() -> int:
     """Compare everything; 0 if nothing differs."""
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of divisions by zero and of overflow
@@ -361,7 +384,7 @@ def main() -> int:
         ):
             count += 1
             problems += cast_differences(case)
-        problems += [*dequantised(), *of_products(), *rotated(), *transformed(), *largest()]
+        problems += [*dequantised(), *of_products(), *rotated(), *transformed(), *largest(), *travelling()]
     print("\n".join([*problems, f"{count} casts, {len(problems)} differences"]))
     return 1 if problems else 0
 

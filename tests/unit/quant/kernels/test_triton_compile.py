@@ -36,8 +36,9 @@ from megatron_snip.formats import Hadamard, get_format
 from megatron_snip.model import rotary, rotary_kernel
 from megatron_snip.parallel import loss, loss_kernel
 from megatron_snip.quant import RoundingKey, quantize
-from megatron_snip.quant.casts.cast import Form
-from megatron_snip.quant.kernels import triton_cast, triton_kernels, triton_launches
+from megatron_snip.quant.casts import codes as codes_module
+from megatron_snip.quant.casts.cast import Form, allocate
+from megatron_snip.quant.kernels import triton_cast, triton_code_kernels, triton_codes, triton_kernels, triton_launches
 from tests.gpu import core
 from tests.unit.quant.kernels.operands import held
 
@@ -228,6 +229,24 @@ def test_cross_entropy(compiled, kernel, capability):
     assert "ld.global.v4.b32" in made.asm["ptx"], "logits are read by 16 bytes"
     needed = resources(made)
     assert needed.spills == 0 and needed.warps_an_sm >= 32
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize(("fmt", "dim"), [("fp8", 0), ("fp4", 0), ("fp4", 1), ("nvfp4", 1)])
+def test_codes_that_ranks_gather_are_read_and_written_by_8_bytes_or_more(compiled, fmt, dim, capability):
+    codes = Form(get_format(fmt), "weight", 1, output="codes")
+    made = allocate(torch.empty(512, 1024), codes, count=False)
+    sent = codes_module.Sent(*codes_module.to_send(made), made.tensor_scale)
+    wanted = Form(codes.fmt, "weight", dim, output="codes" if fmt == "nvfp4" else "operand")
+    calls = {"lay_out_kernel": lambda: triton_codes.lay_out(sent, wanted)}
+    if fmt != "fp8":
+        calls["send_kernel"] = lambda: triton_codes.to_send(made)
+    for name, call in calls.items():
+        result = compile_ahead(name, capability, call, module=triton_code_kernels)
+        needed, text = resources(result), result.asm["ptx"]
+        assert re.search(r"ld\.global\.v[24]\.b32", text), "bytes; a table of codes is read one by one"
+        assert re.search(r"st\.global\.v[24]\.b32", text) and "st.global.b8" not in text
+        assert needed.spills == 0 and needed.warps_an_sm >= 16
 
 
 @pytest.mark.slow

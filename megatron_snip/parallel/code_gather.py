@@ -1,0 +1,180 @@
+"""All-gathers of weights as the codes that fprop and dgrad multiply (--fp8-param-gather).
+
+Each rank casts its rows of a weight, and FSDP2 gathers bytes and scales in place of BF16: half the bytes in FP8, a
+quarter in FP4.  A weight is gathered as codes if these have the bits that a cast of the whole weight has, which needs
+rows that no block of scales crosses.  Otherwise it is gathered in BF16.  `CodeGathers.before_pass` decides that for
+each weight and each pass, from what all ranks know.
+
+FSDP2 gathers what a parameter's local tensor hands it in ``fsdp_pre_all_gather``.  It makes the whole parameter and its
+buffers once.  Here, the whole parameter is a view of BF16's buffer, which has no memory while codes are gathered, and
+linears read `ColumnParallelLinear.codes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_snip.formats import ROW
+from megatron_snip.mesh import Mesh
+from megatron_snip.parallel.data import local_of
+from megatron_snip.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from megatron_snip.quant import LINEAR_IMPLS, LinearPrecision, Sizes, StepContext
+from megatron_snip.quant.casts.cast import Form
+from megatron_snip.quant.casts.codes import Sent
+from megatron_snip.quant.casts.scales import tensor_scale
+from megatron_snip.quant.kernels import op
+from megatron_snip.quant.kernels.dispatch import cast
+from megatron_snip.quant.linears.operands import weight_codes
+
+_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+class _Weight:
+    """One linear's weight [N, K], and how it is gathered: as codes in ``forms``, or in BF16 if there are none.
+
+    unit, parameter: FSDP2's module and its record of the weight.  amax: of the whole weight, float32 scalar.
+    """
+
+    def __init__(self, linear: Any, unit: FSDPModule, parameter: Any, mesh: Mesh, dtype: torch.dtype) -> None:
+        self.linear, self.unit, self.parameter, self.mesh, self.dtype = linear, unit, parameter, mesh, dtype
+        self.forms: tuple[Form, ...] = ()
+        self.amax: Tensor | None = None
+        self._in_bf16: list[Tensor] = []  # FSDP2's buffer for the whole weight
+        shape = [linear.out_features, linear.in_features]
+        shape[linear.split_dim] //= mesh.tp.size
+        self.shape = shape
+
+    def choice(self, precision: LinearPrecision, tokens: int) -> tuple[tuple[Form, ...], str]:
+        """The forms to gather it in under a precision, and if there are none, why."""
+        forms, (rows, columns), ranks = weight_codes(precision), self.shape, self.mesh.shard.size
+        if ranks == 1:
+            return (), "nothing is gathered"
+        if not forms:
+            return (), "a GEMM needs the weight itself, or codes for both GEMMs are not smaller"
+        if columns % 2:
+            return (), "codes of 4 bits need an even number of columns"
+        sizes, device = Sizes(tokens, columns, rows), self.parameter.device
+        if LINEAR_IMPLS[self.linear.impl].runs_whole(precision, device, sizes):
+            return (), "Transformer Engine casts them"
+        for side in (form.block[0] for form in forms):
+            if rows % (ranks * side):
+                scale = "scales of whole columns" if side == ROW else f"blocks of {side}"
+                return (), f"{rows} rows on {ranks} ranks cut {scale}"
+        return forms, ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last gather's result is still there."""
+        return self.linear.weight is getattr(self.parameter, "_unsharded_param", None)
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's rows [n, K]."""
+        return local_of(self.parameter.sharded_param).detach()
+
+    def gather_as(self, forms: tuple[Form, ...]) -> None:
+        """Gather it in these forms from now on.  Its unit must be sharded."""
+        held, hooked = self.parameter, local_of(self.linear.weight)
+        if not hasattr(held, "_unsharded_param"):
+            numel, ranks = held._sharded_param_data.numel(), self.mesh.shard.size
+            held.init_all_gather_outputs([numel], [self.dtype], ranks, held.device)
+            held.init_unsharded_param()
+            held.free_unsharded_param()
+        if not self.forms:
+            self._in_bf16 = held.all_gather_outputs
+        held.all_gather_outputs = [] if forms else self._in_bf16  # FSDP2 makes those of codes, whose sizes differ
+        for name, hook in zip(_HOOKS, (self._before, self._after), strict=True):
+            if forms:
+                setattr(hooked, name, hook)
+            elif hasattr(hooked, name):
+                delattr(hooked, name)
+        held._init_extensions()
+        self.forms, self.linear.codes = forms, {}
+
+    def _before(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor, ...], None]:
+        made = cast(self.shard, self.forms, amax=self.amax, dtype=self.dtype)
+        return tuple(part for one in made for part in op.to_send(one)), None
+
+    def _after(self, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor) -> None:
+        made = {}
+        for form, data, scales in zip(self.forms, outputs[::2], outputs[1::2], strict=True):
+            # not the cast's own, whose memory belongs to FSDP2's copy-in stream and may be written too early
+            whole = tensor_scale(self.amax, form.fmt) if form.scaled and self.amax is not None else None
+            made[form] = Sent(data, scales, whole)
+        self.linear.codes = made
+
+
+class CodeGathers:
+    """The gathers of all quantisable weights of this rank's stages.  Every rank must make the same calls.
+
+    tokens: of a microbatch, that linears multiply on this rank.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module], mesh: Mesh, dtype: torch.dtype, tokens: int) -> None:
+        self._mesh, self._tokens, self._dtype = mesh, tokens, dtype
+        self._weights = [
+            _Weight(parameter._module_info.module, unit, parameter, mesh, dtype)
+            for stage in stages
+            for unit in stage.modules()
+            if isinstance(unit, FSDPModule)
+            for parameter in _parameters(unit)
+            if isinstance(parameter._module_info.module, (ColumnParallelLinear, RowParallelLinear))
+        ]
+
+    @torch.no_grad()
+    def before_pass(self, context: StepContext) -> None:
+        """Choose how this pass gathers each weight."""
+        changed = []
+        for weight in self._weights:
+            precision = context.precision or weight.linear.precision
+            forms = weight.choice(precision, self._tokens)[0]
+            assert not (forms and context.observed), "observers read weights, so probes run in bf16"
+            if forms != weight.forms:
+                changed.append((weight, forms))
+        for unit in dict.fromkeys(weight.unit for weight, _ in changed):
+            unit.reshard()  # weights that an evaluation has left whole
+        for weight, forms in changed:
+            weight.gather_as(forms)
+        if scaled := [one for one in self._weights if not one.is_whole and any(form.scaled for form in one.forms)]:
+            amaxes = torch.stack([op.finite_amax(one.shard, self._dtype) for one in scaled])
+            for axis in (self._mesh.shard, self._mesh.tp):
+                if axis.size > 1:
+                    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=axis.group)
+            for one, amax in zip(scaled, amaxes, strict=True):
+                one.amax = amax
+
+    def told(self, precisions: Mapping[str, Sequence[LinearPrecision]]) -> list[str]:
+        """Lines that say which kinds of linears gather codes in which precisions, and why others do not.
+
+        precisions: by the linear's name.
+        """
+        found: dict[str, dict[str, set[str]]] = {}
+        for weight in self._weights:
+            for precision in precisions[weight.linear.name]:
+                forms, why = weight.choice(precision, self._tokens)
+                by_precision = found.setdefault(
+                    "gathered as codes" if forms else f"not gathered as codes, because {why}", {}
+                )
+                by_precision.setdefault(str(precision), set()).add(weight.linear.name.rsplit(".", 1)[1])
+        lines = []
+        for how, by_precision in found.items():
+            by_kinds: dict[str, list[str]] = {}
+            for name, kinds in by_precision.items():
+                by_kinds.setdefault(", ".join(sorted(kinds)), []).append(name)
+            which = "; ".join(f"{kinds} in {', '.join(names)}" for kinds, names in by_kinds.items())
+            lines.append(f"weights {how}: {which}")
+        return lines or ["no weights are gathered: there is one data-parallel rank"]
+
+
+def _parameters(unit: FSDPModule) -> list[Any]:
+    """FSDP2's records of a unit's parameters; their place depends on PyTorch's release."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
