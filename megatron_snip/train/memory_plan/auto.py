@@ -46,7 +46,10 @@ def measured_ranks(config: Config) -> list[int]:
 
 
 def choices_of(config: Config) -> tuple[str, ...]:
-    """The choices that a run may make: offload only if it is told how much of the host is its own."""
+    """The choices that a run may make: offload only if it is told how much of the host is its own.
+
+    Joint plans are not told, because their program has no rows of the host.
+    """
     left_out = {"selective"} if config.training.compile else set()
     left_out |= {"offload"} if config.dry_run.host_memory_gib is None else set()
     return tuple(choice for choice in CHOICES if choice not in left_out)
@@ -68,7 +71,8 @@ def measure_runs(config: Config, world_size: int, pool: ProcessPoolExecutor) -> 
         if rank in measured:
             by_choice = {choice: jobs[rank, choice].result() for choice in choices}
             units = by_choice[choices[0]][0][1].units
-            wanted = host_units(config) if config.dry_run.host_memory_gib is not None else ()
+            may_move = config.dry_run.host_memory_gib is not None and config.training.optimizer_impl == "torch"
+            wanted = host_units(config) if may_move else ()
             states = tuple(unit for unit in units.states if unit in wanted)
             found.append(Runs(rank, blocks[rank], by_choice, states=states))
         else:
