@@ -42,7 +42,7 @@ class Drawn(Planner):
 
 @pytest.fixture(scope="module")
 def planned():
-    config = Config().replace(**OPTIONS)
+    config = Config().replace(**OPTIONS, memory_plan="auto", host_memory_gib=1.0)  # of which joint plans make no use
     shapes = snip_shapes(config)
     stats = statistics(shapes, {}, np.ones(len(shapes)), {})
     planner = Drawn(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
@@ -53,6 +53,7 @@ def planned():
 def test_a_mixture_takes_what_is_predicted(planned):
     shapes, options = planned.model.shapes, planned.model.options
     chosen = np.random.default_rng(3).integers(0, 2, len(shapes))
+    assert planned.model.choices == ("keep", "selective", "full")
     assert planned.problem.ranks[0].inputs, "linears with a common input have two formats"
     precision = Plan.by_hand({s.name: options[o] for s, o in zip(shapes, chosen, strict=True)}, shapes)
     told, real = {}, {}

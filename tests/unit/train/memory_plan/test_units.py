@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_snip.config import Config
 from megatron_snip.train.dry_run.measure import measure, processes
-from megatron_snip.train.memory_plan.auto import Planner
+from megatron_snip.train.memory_plan.auto import Planner, measure_runs
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 
 OPTIONS = {
@@ -34,9 +34,11 @@ def test_predictions_are_what_a_dry_run_counts():
                 ("offload", "keep"), config, 2, on_host=("embed_tokens", "layers.1", "norm")
             ),
         }
+        of_apex = measure_runs(config.replace(optimizer_impl="apex"), 2, pool)[0]
         jobs = [pool.submit(measure, config, 2, 0, plan) for plan in cases.values()]
         plain, away, stays, sent, both = (job.result().worst for job in jobs)
         least = planner.plan((away.total - 1) / 2**30)
+    assert of_apex.choices == runs.choices and not of_apex.states
     predicted = [(peaks.of(choice)[0], host.of(choice)[0]) for choice in cases]
     assert predicted[:2] == [(plain.total, 0), (away.total, away.host)] and away.host > 0
     assert plain.total - away.total > 2 * BLOCK
