@@ -66,6 +66,17 @@ FN F least(F bound, F v) {
 #endif
 }
 
+// The larger one; b if they are unordered.
+FN F larger_of(F a, F b) {
+#if SNIP_LANES == 16
+  return _mm512_max_ps(a, b);
+#elif SNIP_LANES == 8
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 // For 0 <= v < 2**31; NaN stays.
 FN F floor_of(F v) {
 #if SNIP_LANES == 16
@@ -132,6 +143,14 @@ FN unsigned mask_of(I lanes) {
   return unsigned(_mm256_movemask_ps(as<__m256>(lanes)));
 #else
   return (lanes[0] & 1) | (lanes[1] & 2) | (lanes[2] & 4) | (lanes[3] & 8);
+#endif
+}
+// A bit for each lane, set if a is below b.
+FN unsigned below(F a, F b) {
+#if SNIP_LANES == 16
+  return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ);
+#else
+  return mask_of(a < b);
 #endif
 }
 // True in the first lanes.
