@@ -307,20 +307,23 @@ SNIP_TARGET __attribute__((noinline)) void settle_one(const Form& form, const T*
                                                       float whole, Scratch& s, int block) {
   const Rounder r(form.grid, form.stored);
   const int width = form.block_cols, lines = width == 1 ? 1 : int(rows);
-  const int64_t step = width == 1 ? stride : 1, count = width == 1 ? rows : width;
   float errors[2][16] = {};
+  bool differ = false;
   for (int i = 0; i < lines; ++i) {
     alignas(64) float squares[2][16];
     for (int j = 0; j < 16; j += kLanes) {
       Candidates c = {broadcast(s.encode[block]), broadcast(s.stored[block]), broadcast(s.other_encode[block]),
                       broadcast(s.other_stored[block]), broadcast(whole), F{}, F{}};
-      if (step == 1) c.add(row_of_sizes(x + i * stride + j), r);
-      else if (j < count) c.add(sizes_of<T>(x + j * stride, stride, count - j), r);
+      if (width > 1) c.add(row_of_sizes(x + i * stride + j), r);
+      else if (j < rows) c.add(sizes_of<T>(x + j * stride, stride, rows - j), r);
       store(squares[0] + j, c.error, false), store(squares[1] + j, c.other_error, false);
+      differ |= (below(c.error, c.other_error) | below(c.other_error, c.error)) != 0;
     }
+    // most of what estimates leave are tiles whose values are the same under both scales
+    if (lines == 1 && !differ) return;
     for (int j = 0; j < 16; ++j) errors[0][i] += squares[0][j], errors[1][i] += squares[1][j];
   }
-  for (int half = 8; half > 0; half /= 2)
+  for (int half = lines > 1 ? 8 : 0; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) errors[0][i] += errors[0][i + half], errors[1][i] += errors[1][i + half];
   if (errors[1][0] < errors[0][0]) s.encode[block] = s.other_encode[block], s.stored[block] = s.other_stored[block];
 }
