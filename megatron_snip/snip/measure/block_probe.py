@@ -180,12 +180,15 @@ class BlockProbe:
         rows = []
         for probe in self.probes.values():
             kind = probe.shape.kind
-            for fmt in self.formats:
-                if kind in behind:
+            if kind not in behind:
+                rows += [known[kind].token_sums[fmt] for fmt in self.formats]
+                continue
+            judged: dict[int, Tensor] = {}  # by an error's identity, since formats may share it
+            for error in (behind[kind].errors[fmt] for fmt in self.formats):
+                if id(error) not in judged:
                     place = list(behind).index(kind)
-                    rows.append(self._behind_attention(kind, plain, place, behind[kind].errors[fmt], known["o"], row0))
-                else:
-                    rows.append(known[kind].token_sums[fmt])
+                    judged[id(error)] = self._behind_attention(kind, plain, place, error, known["o"], row0)
+                rows.append(judged[id(error)])
         return torch.stack(rows)
 
     def _behind_attention(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import Format, get_format
+from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape, Operands
 from megatron_snip.quant.kernels.dispatch import transformed
@@ -108,20 +108,20 @@ def _weight_is_shared(fmt: str) -> bool:
     return get_format(fmt).shares_weight
 
 
-def _casting_alike(formats: Sequence[str]) -> list[list[str]]:
-    """Groups of formats that cast fprop's input alike: they differ in weights' blocks and wgrad's transform alone."""
-    groups: list[tuple[Format, list[str]]] = []
+def _fprop_cast(fmt: str, role: str) -> tuple[object, ...]:
+    """Everything that decides how fprop casts an operand to a format."""
+    whole = get_format(fmt)
+    transform = whole.hadamard if whole.transforms(role, 1) else None
+    return whole.of(role).element, whole.scale, whole.block_shape(role, 1), whole.stochastic(role, 1), transform
+
+
+def _casting_alike(formats: Sequence[str]) -> list[list[list[str]]]:
+    """Groups of formats that cast fprop's input alike, and in each, groups that cast its weight alike too."""
+    groups: dict[object, dict[object, list[str]]] = {}
     for fmt in formats:
-        of_input = dataclasses.replace(get_format(fmt).of("input"), name="", weight_block=None, recast=frozenset())
-        if not of_input.transforms("input", 1):
-            of_input = dataclasses.replace(of_input, hadamard=None)
-        for known, group in groups:
-            if of_input == known:
-                group.append(fmt)
-                break
-        else:
-            groups.append((of_input, [fmt]))
-    return [group for _, group in groups]
+        group = groups.setdefault(_fprop_cast(fmt, "input"), {})
+        group.setdefault(_fprop_cast(fmt, "weight"), []).append(fmt)
+    return [list(group.values()) for group in groups.values()]
 
 
 def _count_nonzero(x: Tensor) -> Tensor:
@@ -135,7 +135,8 @@ class Shown:
     """A microbatch's fprop errors by format: token sums [T], partial over tp.
 
     For q, k and v instead the output [T,N] and its errors [T,N], to be judged at the attention's output.  For o also
-    its input, the attention's output [T,K], and the gradient of that [T,K].
+    its input, the attention's output [T,K], and the gradient of that [T,K].  Formats that fprop casts alike share one
+    tensor.
     """
 
     token_sums: dict[str, Tensor]
@@ -213,38 +214,48 @@ class LinearProbe:
         tensors = [fmt for fmt in self.formats if get_format(fmt).needs_tensor_amax]
         roles = [operand.rpartition("/")[2] for operand in _operands(updates=self.updates)]
         shared = sum(_weight_is_shared(fmt) for fmt in tensors) * ("weight" in cut) * self.updates
-        shared += sum(len(alike) - 1 for alike in self._alike if alike[0] in tensors) * ("input" in cut)
+        for alike in self._alike:
+            if alike[0][0] in tensors:
+                shared += (sum(map(len, alike)) - 1) * ("input" in cut)
+                shared += sum(len(same) - 1 for same in alike) * ("weight" in cut)
         recast = [role for fmt in tensors for _, role in LinearPrecision.uniform(fmt).sources] if self.updates else []
         return len(tensors) * sum(role in cut for role in roles) + sum(role in cut for role in recast) - shared
 
     def _fprop_errors(
-        self, alike: Sequence[str], operands: Operands, dx: Tensor, output: Tensor | None
+        self, alike: Sequence[Sequence[str]], operands: Operands, dx: Tensor, output: Tensor | None
     ) -> dict[str, Tensor]:
         """fprop's error per token [T]; or, given the ``output`` [T,N], the error of that [T,N].
 
-        alike: formats that cast the input alike, which is done once.
+        alike: formats that cast the input alike, which is done once, in groups that cast the weight alike too and so
+        share an error.
         """
-        qx, x = self._cast(operands, "fprop", "input", alike[0])
-        found = {}
-        for fmt in alike:
+        first = alike[0][0]
+        qx, x = self._cast(operands, "fprop", "input", first)
+        found: dict[str, Tensor] = {}
+        for fmt, *others in alike:
             qw, w = self._cast(operands, "fprop", "weight", fmt)
             error = matmul(qx, qw.T).sub_(output) if output is not None else None
             # in place of the weight cast: copies of a weight dominate a probe's memory
             e_w = self._add_error(f"{fmt}/fprop/weight", qw, w)
             if error is None:  # products are rounded to the compute dtype, which is negligible in a long sum
                 error = _row_sums(matmul(operands.grad_output, e_w).mul_(qx))
-            found[fmt] = error
+            found |= dict.fromkeys((fmt, *others), error)
+            self._copy("fprop/weight", fmt, others)
             del qw, e_w
-        e_x = self._add_error(f"{alike[0]}/fprop/input", qx, x)
+        e_x = self._add_error(f"{first}/fprop/input", qx, x)
         if output is None:
-            form = operands.call.form("fprop", "input", alike[0])  # errors of a transformed input are transformed, too
+            form = operands.call.form("fprop", "input", first)  # errors of a transformed input are transformed, too
             by_input = _row_sums(e_x.mul_(dx if form is None else transformed(dx, form)))
-            for error in found.values():
-                error.add_(by_input)
-        for fmt in alike[1:]:
-            for kind in _OF_AN_OPERAND:
-                self.sums.copy(f"{kind}/{alike[0]}/fprop/input", f"{kind}/{fmt}/fprop/input")
+            for same in alike:
+                found[same[0]].add_(by_input)
+        self._copy("fprop/input", first, list(found)[1:])
         return found
+
+    def _copy(self, operand: str, fmt: str, others: Sequence[str]) -> None:
+        """Copy the sums of an operand's cast to formats that have the same cast."""
+        for other in others:
+            for kind in _OF_AN_OPERAND:
+                self.sums.copy(f"{kind}/{fmt}/{operand}", f"{kind}/{other}/{operand}")
 
     def _add_backward_errors(self, fmt: str, operands: Operands, exact: Tensor) -> None:
         """wgrad's error in some rows, summed over microbatches, and errors of dgrad's and wgrad's operands.

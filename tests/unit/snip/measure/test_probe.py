@@ -364,27 +364,3 @@ def test_norms_errors_and_lost_elements_are_their_definitions(probed, seen):
                 error += float((q(m.g, "fp4", "grad_output", dim, key) - m.g.double()).square().sum())
             assert found[f"error/fp4/{gemm}/grad_output"] == pytest.approx(error, rel=1e-3), (name, gemm)
         assert {value for column, value in found.items() if column.startswith("saturated/")} == {0.0}
-
-
-def test_formats_that_cast_the_input_alike_share_its_cast(parts, monkeypatch):
-    """Their statistics are those of a probe of each alone, bit for bit, and the input is cast once for both."""
-    prober, batch = parts.coordinator.probe, batch_of(parts)
-    run_pass, casts = parts.stepper.pass_runner(batch, ITERATION), []
-    plain = LinearProbe._cast
-    monkeypatch.setattr(LinearProbe, "_cast", lambda *how: casts.append(how[2:]) or plain(*how))
-
-    def found(*formats: str) -> Statistics:
-        casts.clear()
-        monkeypatch.setattr(prober, "formats", sorted(formats))
-        return prober.run(run_pass, parts.optimizer.zero_grad, ITERATION, updates=False)
-
-    assert linear_probe._casting_alike(["fp4", "nvfp4_plain", "mxfp8", "nvfp4"]) == [
-        ["fp4"], ["nvfp4_plain", "nvfp4"], ["mxfp8"],
-    ]  # fmt: skip
-    both = found("nvfp4_plain", "nvfp4")
-    of_input = sum(cast[1] == "input" for cast in casts)
-    assert len(casts) == 3 * of_input, "one of the input for two of weights"
-    for fmt in ("nvfp4_plain", "nvfp4"):
-        alone = found(fmt)
-        for column in (name for name in alone.columns if f"/{fmt}" in name):
-            assert np.array_equal(alone.column(column), both.column(column)), column
