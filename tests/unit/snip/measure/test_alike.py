@@ -1,4 +1,4 @@
-"""Formats that fprop casts alike share casts, products and attentions in a probe, and their statistics do not change."""
+"""Formats that fprop casts alike share casts, products and attentions in a probe; their statistics do not change."""
 
 from __future__ import annotations
 
