@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import numpy as np
 import pytest
 
 from megatron_snip.snip.measure import linear_probe
 from megatron_snip.snip.measure.block_probe import BlockProbe
 from megatron_snip.snip.measure.linear_probe import LinearProbe
+=======
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_snip.formats import format as format_module
+from megatron_snip.formats import get_format, register
+from megatron_snip.mesh import Axis
+from megatron_snip.quant import LinearPrecision, LinearShape, Operands, RoundingKey
+from megatron_snip.quant.linears.operands import LinearCall
+from megatron_snip.snip.measure import linear_probe
+from megatron_snip.snip.measure.block_probe import BlockProbe
+from megatron_snip.snip.measure.linear_probe import LinearProbe, Place
+>>>>>>> leftovers36
 from megatron_snip.snip.measure.statistics import Statistics
 from tests.unit.snip.measure.test_probe import ITERATION, batch_of
 
@@ -57,3 +75,26 @@ def test_groups_of_formats_that_fprop_casts_alike():
     assert linear_probe._casting_alike(formats) == [
         [["fp4"]], [["nvfp4_plain"], ["nvfp4"]], [["mxfp8", "mxfp8_dequantized"]], [["fp8"]], [["fp8_e5m2"]],
     ]  # fmt: skip
+<<<<<<< HEAD
+=======
+
+
+@pytest.fixture
+def nearest() -> Iterator[str]:
+    """NVFP4 that rounds gradients to nearest: fprop casts it like nvfp4_plain."""
+    yield register(replace(get_format("nvfp4_plain"), name="nearest", stochastic_roles=frozenset())).name
+    del format_module._FORMATS["nearest"]
+
+
+@pytest.mark.parametrize("cut", [("input", "weight"), ("weight", "grad_output"), ("input",)])
+@pytest.mark.parametrize("updates", [False, True])
+def test_the_number_of_reductions_over_tp_is_known(updates, cut, nearest):
+    """A rank that fails makes up for those that it skipped."""
+    one, made = Axis(1, 0, None), []  # type: ignore[arg-type]
+    formats, shape = [nearest, "nvfp4_plain", "nvfp4", "fp8"], LinearShape("up_proj", 32, 96, kind="up")
+    probe = LinearProbe(shape, formats, Place(one, one, one, one, True), torch.device("cpu"), updates=updates)
+    reduce = dict.fromkeys(cut, lambda amax: made.append(amax) or amax)
+    call = LinearCall(LinearPrecision.uniform("bf16"), RoundingKey(1, 2, 3))._replace(reduce_amax=reduce)
+    probe.measure(Operands(torch.randn(64, 96), torch.randn(32, 96), torch.randn(64, 32), call))
+    assert len(made) == probe.collectives(cut) > 0
+>>>>>>> leftovers36
