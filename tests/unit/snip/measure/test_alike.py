@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import numpy as np
-import pytest
-
-from megatron_snip.snip.measure import linear_probe
-from megatron_snip.snip.measure.block_probe import BlockProbe
-from megatron_snip.snip.measure.linear_probe import LinearProbe
-=======
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,7 +17,6 @@ from megatron_snip.quant.linears.operands import LinearCall
 from megatron_snip.snip.measure import linear_probe
 from megatron_snip.snip.measure.block_probe import BlockProbe
 from megatron_snip.snip.measure.linear_probe import LinearProbe, Place
->>>>>>> leftovers36
 from megatron_snip.snip.measure.statistics import Statistics
 from tests.unit.snip.measure.test_probe import ITERATION, batch_of
 
@@ -75,8 +66,6 @@ def test_groups_of_formats_that_fprop_casts_alike():
     assert linear_probe._casting_alike(formats) == [
         [["fp4"]], [["nvfp4_plain"], ["nvfp4"]], [["mxfp8", "mxfp8_dequantized"]], [["fp8"]], [["fp8_e5m2"]],
     ]  # fmt: skip
-<<<<<<< HEAD
-=======
 
 
 @pytest.fixture
@@ -97,4 +86,3 @@ def test_the_number_of_reductions_over_tp_is_known(updates, cut, nearest):
     call = LinearCall(LinearPrecision.uniform("bf16"), RoundingKey(1, 2, 3))._replace(reduce_amax=reduce)
     probe.measure(Operands(torch.randn(64, 96), torch.randn(32, 96), torch.randn(64, 32), call))
     assert len(made) == probe.collectives(cut) > 0
->>>>>>> leftovers36
