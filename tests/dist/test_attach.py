@@ -57,7 +57,7 @@ def test_data_parallel_processes_plan_together(wrapped):
     assert means[-1] < means[0]
 
 
-@pytest.mark.parametrize("wrapped", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapped", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_data_parallel_processes_try_plans_together(wrapped):
     (alone,) = run_ranks(tried_over_processes, 1, "")
     for rank in run_ranks(tried_over_processes, 2, wrapped):

@@ -176,7 +176,7 @@ def test_an_alert_is_in_the_file(tmp_path, monkeypatch):
     assert (alert.title, alert.text) == ("no new plan", "iteration 1: keeping the current plan: it took too long")
 
 
-@pytest.mark.parametrize("answers", [False, True], ids=["closed", "silent"])
+@pytest.mark.parametrize("answers", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["closed", "silent"])
 def test_where_wandb_does_not_answer_the_run_goes_on_offline(answers, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
