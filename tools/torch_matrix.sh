@@ -6,12 +6,12 @@
 # On Linux pip takes builds for CUDA, which run without a GPU, too: 6 GB of disk each.  The CPU kernel is that of the
 # repository, if it is built there.  One line a release at the end; the exit status is 1 if one failed.
 # Environment: PYTHON  the Python (3.11 or newer) that makes the environments
-#              TESTS   what pytest gets (default: the unit tests, dry runs, layouts, checkpoints and the GPU rehearsal)
+#              TESTS   what pytest gets (default: the unit tests, dry runs, layouts, checkpoints, gathers of codes and the GPU rehearsal)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${PYTHON:-python3}"
-core="tests/unit tests/dist/test_dry_run.py tests/dist/test_layouts.py tests/dist/test_checkpoints.py"
+core="tests/unit tests/dist/test_dry_run.py tests/dist/test_layouts.py tests/dist/test_checkpoints.py tests/dist/test_code_gathers.py"
 read -ra tests <<<"${TESTS:-$core tests/test_gpu_rehearsal.py -n auto --maxprocesses 4}"
 
 # Releases that the package index has for this Python, oldest first.

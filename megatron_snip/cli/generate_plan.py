@@ -20,8 +20,9 @@ saving: it takes the largest share that measures below NATS, and implies --try. 
 
 With --memory-gib GIB, precision and what each block keeps for backward are planned together.  best.json and
 memory_plan.json are then the fastest plans that fit GIB on each of --world-size ranks, and whose quality loss is at
-most that of precision_alone.json, the plan of the saving.  Give the run's layout and batch, too, and train with
---precision plan --precision-plan best.json --memory-plan memory_plan.json.
+most that of precision_alone.json, the plan of the saving.  Layout, batch, --bf16 and --optimizer-precision come from
+where the model comes from, or from options.  Train with --precision plan --precision-plan best.json --memory-plan
+memory_plan.json.
 """
 
 from __future__ import annotations
@@ -72,12 +73,17 @@ WHAT_QUALITY_IS = (
 
 
 def read_config(words: Sequence[str], stats: Path) -> Config:
-    """Parse the options; the model comes from --load, or from the run folder of the statistics."""
-    config, run = options_of(words, ("model",)), stats.parent.parent / "config.json"
+    """Parse the options; the model comes from --load, or from the run folder of the statistics.
+
+    With --memory-gib, so does everything else that decides what the run's memory holds.
+    """
+    together = parse(words).dry_run.memory_gib is not None
+    groups = ("model", "parallel", "training", "precision") if together else ("model",)
+    config, run = options_of(words, groups), stats.parent.parent / "config.json"
     if config.checkpoint.load or stats.parent.name != "stats" or not run.is_file():
         return config
     _, of_run, _ = read_run_file(run, "give the model's shape by --load or --config")
-    return parse(words, saved_options({"config": of_run.to_dict()}, ("model",)))
+    return parse(words, saved_options({"config": of_run.to_dict()}, groups))
 
 
 def read_run(words: Sequence[str], trying: bool) -> tuple[Config, Start] | None:
@@ -219,7 +225,7 @@ def generate(
         plans["precision_alone"] = solved
         together.memory.save(output_dir / MEMORY_PLAN)
     predictions, request = Predictions.of(planner.stats), planner.request(objective)
-    bound = solved.solver.bound
+    bound, joint = solved.solver.bound, together.precision if together is not None else None  # it has another bound
     rows = {name: describe(planner, plan, predictions, request, bound) for name, plan in plans.items()}
     points = [describe(planner, plan, predictions, request, plan.solver.bound) for plan in frontier]
     for name, plan in plans.items():
@@ -233,11 +239,19 @@ def generate(
     figure = pareto([(point["saved"], point["quality_loss"]) for point in points], kinds, WHAT[planner.choices.measure])
     facts = [("statistics", str(stats)), ("objective", objective), ("target", str(planner.config.snip.snip_target))]
     heads = ("plan", "saved", "quality loss", "of the bound", "predicted loss divergence, nats")
+    bounded = {
+        name: f"{row['quality_loss'] / bound:.2f}" for name, row in rows.items() if bound and plans[name] is not joint
+    }
     cells = [
-        [name, f"{row['saved']:.1%}", number(row["quality_loss"]),
-         f"{row['quality_loss'] / bound:.2f}" if bound else "", number(row["loss_divergence"])]
+        [
+            name,
+            f"{row['saved']:.1%}",
+            number(row["quality_loss"]),
+            bounded.get(name, ""),
+            number(row["loss_divergence"]),
+        ]
         for name, row in rows.items()
-    ]  # fmt: skip
+    ]
     sections.append(Section("Trade-off", WHAT_QUALITY_IS, [figure], html_table(heads, cells)))
     write_atomic(output_dir / "pareto.html", page("Plans", str(output_dir), facts, [], sections))
     bad = planner.stats.not_finite

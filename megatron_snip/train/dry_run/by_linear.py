@@ -77,11 +77,12 @@ class Linears:
             self.inputs[names[0]] = Input(names, size, self._bytes(inputs[0]), group.gathers)
 
     def weights(self) -> dict[str, int]:
-        """Linear -> bytes of its weight, or FSDP2's gathered copy, and of the weight's casts."""
+        """Linear -> bytes of its weight, or FSDP2's gathered copy or codes, and of the weight's casts."""
         found = {}
         for name, linear in self.linears.items():
             casts = [] if linear.weight_casts is None else linear.weight_casts.tensors()
-            found[name] = self._bytes(local_of(linear.weight), *casts)
+            codes = [part for sent in linear.codes.values() for part in (sent.data, sent.scales)]
+            found[name] = self._bytes(local_of(linear.weight), *casts, *codes)
         return found
 
     def _bytes(self, *tensors: Tensor) -> int:

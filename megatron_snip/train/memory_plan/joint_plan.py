@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_snip.config import TrainingConfig
 from megatron_snip.errors import UserError
 from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.plan_file import Plan
@@ -35,7 +36,7 @@ from megatron_snip.train.validate import validate
 class Together:
     """Plans of precision and memory, and the dry runs under both.
 
-    apart: the plan of precision first, and then of memory for it; None if it does not fit.  found: the joint one.
+    apart: the plan of precision first, and then of memory for it; None if none was found.  found: the joint one.
     """
 
     precision: Plan
@@ -50,7 +51,7 @@ class Together:
         seconds = max(self.found.seconds)
         said = f"{self.memory.told}; {seconds:.4g} s an iteration by {self.memory.rates} rates"
         if self.apart is None:
-            return f"{said}; precision first and then memory does not fit"
+            return f"{said}; no plan of precision first and then memory was found"
         first = max(self.apart.seconds)
         return (
             f"{said}, {1 - seconds / first:.2%} less than {first:.4g} of precision first and then memory; "
@@ -63,8 +64,9 @@ class JointPlanner:
 
     def __init__(self, planner: Planner, world_size: int, pool: ProcessPoolExecutor) -> None:
         config = planner.config.replace(
-            precision="snip", precision_plan=None, memory_plan="none", recompute_granularity="none", dry_run=True,
-            host_memory_gib=None, host_bandwidth=None,
+            precision="snip", precision_plan=None, memory_plan="none", recompute_granularity="none",
+            recompute_method=None, recompute_num_layers=None, recompute_modules=TrainingConfig().recompute_modules,
+            dry_run=True, host_memory_gib=None, host_bandwidth=None,
         )  # fmt: skip
         self.config, self.planner, self.world_size, self.pool = without_files(config), planner, world_size, pool
         validate(self.config, world_size)
@@ -97,7 +99,7 @@ class JointPlanner:
         )
 
     def apart(self, budget: int) -> joint.Chosen | None:
-        """Precision first, and then memory for it; None if that does not fit."""
+        """Precision first, and then memory for it; None if no such plan is found."""
         options = np.zeros(len(self.program.cost), np.int64)
         options[self.program.group] = self.alone.choice
         try:

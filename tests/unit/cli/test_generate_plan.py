@@ -76,7 +76,8 @@ def test_precision_and_memory_together(generate, tmp_path, monkeypatch):
     asked = []
 
     def together(planner, world_size, gib):
-        asked.append((world_size, gib, planner.config.training.micro_batch_size))
+        t = planner.config.training
+        asked.append((world_size, gib, t.micro_batch_size, t.train_iters))
         plan = Plan.uniform([shape.name for shape in planner.shapes], "fp8", iteration=3)
         memory = MemoryPlan.by_hand(("keep", "full"), planner.config, 1)
         return SimpleNamespace(precision=plan, memory=memory, told="of 2 blocks, 1 full, 1 keep")
@@ -84,7 +85,7 @@ def test_precision_and_memory_together(generate, tmp_path, monkeypatch):
     monkeypatch.setattr(generate_plan, "plan_together", together)
     words = ["--memory-gib", "24", "--world-size", "4", "--micro-batch-size", "2", "--snip-target", "0.6"]
     said = generate(*words)
-    assert asked == [(4, 24.0, 2)] and "planned together for 24 GiB: of 2 blocks, 1 full, 1 keep" in said
+    assert asked == [(4, 24.0, 2, 4)] and "planned together for 24 GiB: of 2 blocks, 1 full, 1 keep" in said
     best, alone = (Plan.load(tmp_path / f"plans/{name}.json") for name in ("best", "precision_alone"))
     assert best.achieved == 0 and alone.achieved >= 0.6 and "precision_alone" in said
     assert MemoryPlan.load(tmp_path / "plans/memory_plan.json").blocks == ("keep", "full")

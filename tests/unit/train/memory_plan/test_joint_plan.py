@@ -42,7 +42,9 @@ class Drawn(Planner):
 
 @pytest.fixture(scope="module")
 def planned():
-    config = Config().replace(**OPTIONS, memory_plan="auto", host_memory_gib=1.0)  # of which joint plans make no use
+    # what joint plans make no use of
+    flags = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    config = Config().replace(**OPTIONS, memory_plan="auto", host_memory_gib=1.0, **flags)
     shapes = snip_shapes(config)
     stats = statistics(shapes, {}, np.ones(len(shapes)), {})
     planner = Drawn(config, stats, shapes, check_choices(config.snip, shapes), read_times(config.snip))
