@@ -225,40 +225,39 @@ def generate(
         plans["precision_alone"] = solved
         together.memory.save(output_dir / MEMORY_PLAN)
     predictions, request = Predictions.of(planner.stats), planner.request(objective)
-    bound, joint = solved.solver.bound, together.precision if together is not None else None  # it has another bound
+    bound = solved.solver.bound
     rows = {name: describe(planner, plan, predictions, request, bound) for name, plan in plans.items()}
+    if together is not None:
+        rows["best"]["bound"] = None  # it need not save what the others do
     points = [describe(planner, plan, predictions, request, plan.solver.bound) for plan in frontier]
     for name, plan in plans.items():
         plan.save(output_dir / f"{name}.json")
     about = {"objective": objective, "measure": planner.choices.measure, "iteration": planner.stats.iteration}
     write_json(output_dir / "pareto.json", {**about, "plans": rows, "frontier": points})
-    kinds: dict[str, list[tuple[float, float, str]]] = {}
-    for name, row in rows.items():
-        kind = kinds.setdefault(name.rstrip("0123456789").rstrip("_"), [])
-        kind.append((row["saved"], row["quality_loss"], name))
-    figure = pareto([(point["saved"], point["quality_loss"]) for point in points], kinds, WHAT[planner.choices.measure])
     facts = [("statistics", str(stats)), ("objective", objective), ("target", str(planner.config.snip.snip_target))]
-    heads = ("plan", "saved", "quality loss", "of the bound", "predicted loss divergence, nats")
-    bounded = {
-        name: f"{row['quality_loss'] / bound:.2f}" for name, row in rows.items() if bound and plans[name] is not joint
-    }
-    cells = [
-        [
-            name,
-            f"{row['saved']:.1%}",
-            number(row["quality_loss"]),
-            bounded.get(name, ""),
-            number(row["loss_divergence"]),
-        ]
-        for name, row in rows.items()
-    ]
-    sections.append(Section("Trade-off", WHAT_QUALITY_IS, [figure], html_table(heads, cells)))
+    sections.append(trade_off(planner, rows, points))
     write_atomic(output_dir / "pareto.html", page("Plans", str(output_dir), facts, [], sections))
     bad = planner.stats.not_finite
     held = f"\nheld at the base option, as statistics are not finite: {', '.join(bad)}" if bad else ""
     left = [name for name in BASELINES if name not in planner.baselines]
     why = f"\nno {' and '.join(left)}: these statistics cover only fprop's operands; {WHERE_UPDATES}" if left else ""
     return table(rows, objective, planner.choices.measure) + held + why + (f"\n{said}" if said else "")
+
+
+def trade_off(planner: Planner, rows: dict[str, dict[str, Any]], points: Sequence[dict[str, Any]]) -> Section:
+    """Plans beside the frontier's points, as a picture and a table; rows and points by `describe`."""
+    kinds: dict[str, list[tuple[float, float, str]]] = {}
+    for name, row in rows.items():
+        kind = kinds.setdefault(name.rstrip("0123456789").rstrip("_"), [])
+        kind.append((row["saved"], row["quality_loss"], name))
+    figure = pareto([(point["saved"], point["quality_loss"]) for point in points], kinds, WHAT[planner.choices.measure])
+    heads = ("plan", "saved", "quality loss", "of the bound", "predicted loss divergence, nats")
+    cells = [
+        [name, f"{row['saved']:.1%}", number(row["quality_loss"]),
+         f"{row['quality_loss'] / row['bound']:.2f}" if row["bound"] else "", number(row["loss_divergence"])]
+        for name, row in rows.items()
+    ]  # fmt: skip
+    return Section("Trade-off", WHAT_QUALITY_IS, [figure], html_table(heads, cells))
 
 
 def told(best: Plan, tried: Sequence[Tried], tokens: int, nats: float | None) -> str:

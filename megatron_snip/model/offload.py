@@ -34,7 +34,7 @@ def to_host(whole: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
     """A copy of ``whole`` [bytes] on the host, made by ``stream`` of a GPU."""
     if stream is None:
         return whole.clone()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream.wait_stream(torch.cuda.current_stream(whole.device))
     made = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
     with torch.cuda.stream(stream):
         return made.copy_(whole, non_blocking=True)
@@ -45,7 +45,7 @@ def to_device(host: Tensor, device: torch.device, stream: torch.cuda.Stream | No
     if stream is None:
         return host.clone()
     made = torch.empty(host.shape, dtype=host.dtype, device=device)  # of the compute stream's memory, which frees it
-    stream.wait_stream(torch.cuda.current_stream())  # until then, queued kernels may use this memory
+    stream.wait_stream(torch.cuda.current_stream(device))  # until then, queued kernels may use this memory
     with torch.cuda.stream(stream):
         return made.copy_(host, non_blocking=True)
 
@@ -70,7 +70,7 @@ class _Copy:
 
     def _wait(self) -> None:
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._place).wait_event(self._event)  # any thread may free the last reference
             self._event = None
 
     def fetch(self) -> None:

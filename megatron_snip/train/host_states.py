@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
 import torch
@@ -80,9 +81,11 @@ class HostCopies:
     def fetch(self, grads: Mapping[str, Tensor]) -> None:
         """Start to copy these gradients down, local shards [...], and stale weights."""
         assert len(grads) == len(self.weights), "a batch gives every parameter a gradient"
+        if not self.weights:
+            return
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        with self._copying():
             for unit, names in groupby(self.weights, unit_of):
                 for name in names:
                     self.grads[name].copy_(grads[name], non_blocking=True)
@@ -102,9 +105,13 @@ class HostCopies:
     @torch.no_grad()
     def send(self, names: Iterable[str]) -> None:
         """Start to copy main weights up."""
-        with torch.cuda.stream(self._stream):
+        with self._copying():
             for name in names:
                 self._device[name].copy_(self.weights[name], non_blocking=True)
+
+    def _copying(self) -> AbstractContextManager[object]:
+        """Within it, copies are the stream's.  torch.cuda.stream(None) would start CUDA where only the CPU is used."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def finish(self) -> None:
         """Let the device wait for all copies."""

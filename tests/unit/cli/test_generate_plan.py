@@ -89,6 +89,8 @@ def test_precision_and_memory_together(generate, tmp_path, monkeypatch):
     best, alone = (Plan.load(tmp_path / f"plans/{name}.json") for name in ("best", "precision_alone"))
     assert best.achieved == 0 and alone.achieved >= 0.6 and "precision_alone" in said
     assert MemoryPlan.load(tmp_path / "plans/memory_plan.json").blocks == ("keep", "full")
+    rows = json.loads((tmp_path / "plans/pareto.json").read_text())["plans"]
+    assert rows["best"]["bound"] is None and rows["precision_alone"]["bound"] <= rows["precision_alone"]["quality_loss"]
 
 
 def test_options_are_those_that_were_measured(generate, tmp_path, finished_run):

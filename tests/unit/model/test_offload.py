@@ -239,7 +239,7 @@ def test_the_order_of_streams_on_a_gpu(monkeypatch):
         return made
 
     plain_empty = torch.empty
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: running[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: running[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: plain_empty(*size, **how))
     monkeypatch.setattr(Tensor, "copy_", copy)
