@@ -49,8 +49,8 @@ from megatron_snip.snip.measure.preserve_grads import Untouched, untouched
 from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import check_choices, device_options, read_choices
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.planner import ask, pending_of
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import get_objective

@@ -39,7 +39,7 @@ from megatron_snip.interop.tokenizer_files import PLAN
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import LinearPrecision, check_linear
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.build_model import build_model
 from megatron_snip.train.health.memory import WEIGHTS, warn_about_memory
 from megatron_snip.train.report.evaluations import Evaluation, Scores, evaluation_file, score_rows

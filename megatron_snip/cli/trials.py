@@ -13,8 +13,8 @@ from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.snip.frontier import AlongFrontier, refined
 from megatron_snip.snip.max_loss import check_max_loss, judged, proposals
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.pending import Pending
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.planner import Planner, pending_of
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import CERTAIN, Proposal, Propose, Trials, Tried, samples_of, try_plan, with_record

@@ -31,9 +31,9 @@ from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import Coordinator, check_snip
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.final import Final
 from megatron_snip.snip.plan.options import device_options, read_choices, read_times
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.build_model import build_model, build_pipeline
 from megatron_snip.train.host_states import host_parameters
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan, read_memory_plan

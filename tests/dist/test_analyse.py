@@ -9,7 +9,7 @@ import pytest
 
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.program import BUDGET_TOLERANCE
 from tests.dist.helpers.converting import analyse, analyse_unprobed, plan
 from tests.dist.helpers.harness import run_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_snip.config import Config
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train import loop
 from megatron_snip.train.run.metrics import metrics_file, read_metrics
 from tests.dist.helpers.harness import run_ranks

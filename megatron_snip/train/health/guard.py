@@ -32,7 +32,7 @@ from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.mesh import Mesh
 from megatron_snip.snip.coordinator import Coordinator
 from megatron_snip.snip.fallback import base_plan, plan_before
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.health.loss_spikes import LossWatch
 from megatron_snip.train.run.state_file import read_state
 from megatron_snip.train.setup import Parts

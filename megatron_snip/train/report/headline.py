@@ -11,9 +11,9 @@ import numpy as np
 from megatron_snip.formats import get_format
 from megatron_snip.model.flops import parameters
 from megatron_snip.quant import GEMMS, LinearPrecision
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import gemm_time
 from megatron_snip.snip.plan.options import read_times
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.memory_plan.plan_file import FILE, MemoryPlan
 from megatron_snip.train.report.run_summary import Curve, Run
 from megatron_snip.train.setup import snip_shapes

@@ -18,8 +18,8 @@ from megatron_snip.errors import UserError
 from megatron_snip.files.io import read_file
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import saving
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.run.metrics import lines_of, metrics_file
 from megatron_snip.train.run.state_file import read_run_file
 

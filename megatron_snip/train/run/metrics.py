@@ -25,7 +25,7 @@ from megatron_snip.config import Config
 from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.files.io import parse_json
 from megatron_snip.files.json import Count, checked, write_atomic
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train.run.trackers import start_trackers
 

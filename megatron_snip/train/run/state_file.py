@@ -23,7 +23,7 @@ from megatron_snip.files.io import shown
 from megatron_snip.files.json import Count, Finite, JsonFileError, PlanHash, RunId, Share, Text, checked, read_json
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.coordinator import FILES_KEPT
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from megatron_snip.train.run.metrics import ROWS_KEPT, row_of

@@ -18,7 +18,7 @@ from megatron_snip.config import Config
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import Casts, LinearCall, LinearPrecision, Operands, StepContext
 from megatron_snip.snip import coordinator
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train import loop
 from megatron_snip.train.setup import Parts
 from tests.dist.helpers.runs import TINY, make

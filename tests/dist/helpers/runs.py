@@ -23,7 +23,7 @@ from megatron_snip.snip.measure import linear_probe
 from megatron_snip.snip.measure.linear_probe import LinearProbe
 from megatron_snip.snip.measure.probe import PassRunner, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.setup import Parts, build, check, snip_shapes
 
 TINY = {

@@ -18,7 +18,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train import loop
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan

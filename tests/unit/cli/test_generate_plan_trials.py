@@ -10,7 +10,7 @@ import pytest
 from megatron_snip import runtime
 from megatron_snip.cli import trials
 from megatron_snip.config import Config
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train import loop
 from megatron_snip.train.step import Stepper
 from tests.unit.cli.conftest import TINY

@@ -13,7 +13,7 @@ from megatron_snip.cli.shares import plan_and_try, planner_of
 from megatron_snip.cli.trials import best_for
 from megatron_snip.config import Config
 from megatron_snip.quant import PLAIN, LinearPrecision
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.trial import TrialFailed, Trials, Tried
 from tests.unit.snip.made_up import statistics
 from tests.unit.train.recorded import MODEL, NAMES, SHAPES

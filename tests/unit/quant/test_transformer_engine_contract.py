@@ -20,7 +20,7 @@ from megatron_snip.config import ModelConfig
 from megatron_snip.model.spec import linear_shapes
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.quant.linears.transformer_engine import _RECIPES
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from tests.unit.quant.engine_over_stand_in import SIDE
 
 VERSIONS = ("2.20.2", "2.8.0")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_snip.quant import PLAIN, LinearPrecision
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from tests.unit.snip.test_coordinator import FakeProbe, make, nothing, precisions, run, with_plan_in_force
 
 __all__ = ["make"]

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape
-from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.plan_file import build_plan
+from megatron_snip.snip.plan.plan_file import Plan, build_plan
 from megatron_snip.snip.plan.program import Limit
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megatron_snip.snip import coordinator
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train.report.sections import write_report
 from megatron_snip.train.step import Stepper

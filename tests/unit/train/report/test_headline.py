@@ -8,8 +8,7 @@ import math
 import pytest
 
 from megatron_snip.cli.report import report
-from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.plan_file import TrialRecord
+from megatron_snip.snip.plan.plan_file import Plan, TrialRecord
 from megatron_snip.train.pictures import figures
 from megatron_snip.train.report.headline import headline, last_difference, number, verdict
 from megatron_snip.train.report.run_summary import read_run
