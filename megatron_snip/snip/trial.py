@@ -37,7 +37,7 @@ from megatron_snip.mesh import Mesh
 from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.plan.cost import achieved
 from megatron_snip.snip.plan.ilp import Solution
-from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, TrialRecord
+from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, TrialRecord, TriedRecord
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
@@ -86,18 +86,18 @@ class Tried:
         """The increase that it counts with: the predicted one where it measures less, which is luck."""
         return self.increase if self.predicted is None or self.predicted <= self.increase else self.predicted
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for logs and plan files."""
-        values = {"increase": self.increase, "error": self.error, "predicted": self.predicted}
-        return {"name": self.name, **{key: _number(value) for key, value in values.items()}}
+    @property
+    def record(self) -> TriedRecord:
+        """What a plan file keeps of it."""
+        increase, error, predicted = (
+            value if value is not None and math.isfinite(value) else None
+            for value in (self.increase, self.error, self.predicted)
+        )
+        return TriedRecord(self.name, increase, error, predicted)
 
     def __str__(self) -> str:
         predicted = "" if self.predicted is None else f" (predicted {self.predicted:.4g})"
         return f"{self.name} {self.increase:.4g} +- {self.error:.2g}{predicted}"
-
-
-def _number(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ def with_record(tried: Sequence[Tried], tokens: int) -> Plan | None:
     best = next((one for one in reversed(tried) if one.taken), None)
     if best is None:
         return None
-    record = TrialRecord(best.name, best.increase, best.error, tokens, tuple(one.to_dict() for one in tried))
+    record = TrialRecord(best.name, best.increase, best.error, tokens, [one.record for one in tried])
     return dataclasses.replace(best.plan, trial=record)
 
 

@@ -63,22 +63,8 @@ class SolverRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 UNSOLVED = SolverRecord("none", 0.0, 0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class TrialRecord:
-    """Measurements of a plan in a trial, under ``name``: loss above BF16's and its standard error, in nats.
-
-    tried: name, increase, error and predicted increase of every plan in the trial; None if unknown or not finite.
-    """
-
-    name: str
-    increase: float
-    error: float
-    tokens: int
-    tried: tuple[Mapping[str, Any], ...] = ()
-
-
-class _Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan of a trial, in a file."""
+class TriedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan of a trial: its measured and predicted increase of the loss; None if unknown or not finite."""
 
     name: Text
     increase: Finite | None
@@ -86,14 +72,22 @@ class _Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     predicted: Finite | None
 
 
-class _Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`TrialRecord` in a file."""
+class TrialRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measurements of a plan in a trial, under ``name``: loss above BF16's and its standard error, in nats.
+
+    tried: every plan in the trial.
+    """
 
     name: Text
     increase: Finite
     error: Finite
     tokens: Count
-    tried: list[_Tried]
+    tried: list[TriedRecord]
+
+    @property
+    def taken(self) -> TriedRecord:
+        """The record of the plan that was taken."""
+        return next(one for one in reversed(self.tried) if one.name == self.name)
 
 
 class _Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,7 +111,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash: PlanHash
     gemm_times: Text
     target_unit: Text
-    trial: _Trial | None
+    trial: TrialRecord | None
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,7 @@ class Plan:
             "hash": self.hash,
             "gemm_times": self.gemm_times,
             "target_unit": self.target_unit,
-            "trial": {**vars(self.trial), "tried": list(self.trial.tried)} if self.trial else None,
+            "trial": msgspec.to_builtins(self.trial),
         }
 
     @classmethod
@@ -212,7 +206,7 @@ class Plan:
                 solver=found.solver,
                 gemm_times=found.gemm_times,
                 target_unit=found.target_unit,
-                trial=_trial(found.trial) if found.trial else None,
+                trial=found.trial,
             )
             if plan.hash != found.hash:
                 raise JsonFileError(
@@ -295,11 +289,6 @@ def build_plan(
     record = SolverRecord(solution.status, solution.objective, solution.bound, solution.gap, round(solution.seconds, 6))
     share = achieved(shapes, linears)
     return Plan(iteration, linears, objective, float(target), share, record, gemm_times, MEASURES[measure])
-
-
-def _trial(found: _Trial) -> TrialRecord:
-    tried = tuple(msgspec.structs.asdict(one) for one in found.tried)
-    return TrialRecord(found.name, found.increase, found.error, found.tokens, tried)
 
 
 def _precision(name: str, entry: Any) -> LinearPrecision:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -70,9 +68,10 @@ def verdict(run: Run) -> str:
         return ""
     said = [f"{plan.achieved:.1%} of the linears' FLOPs are in FP4 under the last plan."]
     if (trial := plan.trial) is not None:
-        one = next(each for each in reversed(trial.tried) if each["name"] == trial.name)
-        if one["increase"] is not None:
-            said.append(f"In its trial this cost {nats(one['increase'], one['error'])}{_predicted(one)}.")
+        one = trial.taken
+        if one.increase is not None:
+            predicted = "" if one.predicted is None else f"; the probe predicted {number(one.predicted)}"
+            said.append(f"In its trial this cost {nats(one.increase, one.error)}{predicted}.")
     key = "snip/measured_loss_divergence"
     mine = [row for row in run.metrics if row.get("snip/plan_hash") == plan.hash and row.get(f"{key}_mean") is not None]
     if mine:
@@ -83,10 +82,6 @@ def verdict(run: Run) -> str:
         )
     said += [faster] if (faster := _faster(run, plan)) else []
     return " ".join(said)
-
-
-def _predicted(one: Mapping[str, Any]) -> str:
-    return "" if one.get("predicted") is None else f"; the probe predicted {number(one['predicted'])}"
 
 
 def _faster(run: Run, plan: Plan) -> str:

@@ -40,7 +40,7 @@ def test_a_plan_that_was_tried(trying, generate, tmp_path, finished_run, monkeyp
     said = trying("--try", "--snip-target", "0.5")
     best = Plan.load(tmp_path / "plans/best.json")
     assert best.trial is not None and best.trial.tokens == 256
-    assert [one["name"] for one in best.trial.tried] == ["solver", "lowest", "layer_id"], "three passes beside BF16's"
+    assert [one.name for one in best.trial.tried] == ["solver", "lowest", "layer_id"], "three passes beside BF16's"
     assert last_line(said).startswith(
         f"of 3 plans on 256 tokens '{best.trial.name}' is best: {best.trial.increase:.4g}"
     )

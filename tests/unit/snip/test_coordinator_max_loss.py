@@ -50,7 +50,7 @@ def test_the_largest_share_below_takes_effect(nats, fp4, make, tmp_path):
     assert plan.hash == seen[4]["snip/plan_hash"] and plan.iteration == 4
     assert plan.target == seen[4]["snip/target"] <= plan.achieved + 1e-9
     assert plan.trial.increase == seen[4]["snip/trial_increase"] == pytest.approx(sum(COSTS[4 - fp4.count("1") :]))
-    assert [one["name"] for one in plan.trial.tried][:2] == ["target 0%", "target 100%"]
+    assert [one.name for one in plan.trial.tried][:2] == ["target 0%", "target 100%"]
 
 
 def test_what_is_predicted_to_cost_too_much_is_not_taken(make):
