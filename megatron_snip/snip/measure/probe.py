@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -182,7 +183,7 @@ class Probe:
                 mine, attend, self.mesh.tp, failure,
                 own=self.own_attends, cp=self.mesh.cp, gather=self.gather, progress=self.progress,
             )  # fmt: skip
-            observers |= {name: together.observer(name) for name in mine}
+            observers |= {name: partial(together.see, name) for name in mine}
         return StepContext(precision=LinearPrecision.uniform("bf16"), observers=observers)
 
     def _sum_weight_errors(self, probes: Iterable[LinearProbe]) -> None:

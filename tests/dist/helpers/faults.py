@@ -30,7 +30,7 @@ SMALL = {**TINY, "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 128, "n
 class Poison:
     """An observer that puts one NaN into its linear's output gradient."""
 
-    def backward(self, operands: Operands) -> None:
+    def __call__(self, operands: Operands) -> None:
         operands.grad_output[0, 0] = float("nan")
 
 
