@@ -35,6 +35,7 @@ from torch import Tensor
 from megatron_snip.errors import UserError
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape, StepContext
+from megatron_snip.snip.measure.probe import ProbedLinear
 from megatron_snip.snip.plan.cost import achieved
 from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, TrialRecord, TriedRecord
@@ -56,12 +57,6 @@ class TrialRunner(Protocol):
     def __call__(self, context: StepContext = PLAIN) -> Tensor:
         """Losses [T] of this rank's tokens, float32 nats; empty on ranks without the loss."""
         ...
-
-
-class Planned(Protocol):
-    """What a trial needs from a parallel linear."""
-
-    precision: LinearPrecision
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ class TrialFailed(RuntimeError):
 class Trials:
     """Runs plans on this rank's ``linears``.  Every rank makes one, and makes the same calls."""
 
-    def __init__(self, run: TrialRunner, linears: Mapping[str, Planned], mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, run: TrialRunner, linears: Mapping[str, ProbedLinear], mesh: Mesh, device: torch.device) -> None:
         self._run, self._linears, self._mesh, self._device = run, linears, mesh, device
         self._bf16 = run(_BF16)
         self.tokens, loss, _ = self._sums(self._bf16)

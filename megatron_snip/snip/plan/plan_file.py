@@ -149,14 +149,19 @@ class Plan:
 
     @classmethod
     def by_hand(
-        cls, linears: Mapping[str, LinearPrecision], shapes: Sequence[LinearShape], *, iteration: int = 0
+        cls,
+        linears: Mapping[str, LinearPrecision],
+        shapes: Sequence[LinearShape],
+        *,
+        iteration: int = 0,
+        objective: str = "by hand",
     ) -> Plan:
         """A plan from given precisions for the linears of ``shapes``; target and achieved are their savings.
 
-        Raises UserError if the names do not match.
+        objective: its origin.  Raises UserError if the names do not match.
         """
         saved = cls(iteration, linears).fp4_share(shapes)
-        return cls(iteration, linears, "by hand", saved, saved)
+        return cls(iteration, linears, objective, saved, saved)
 
     @property
     def hash(self) -> str:
