@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,6 @@ from megatron_snip.snip.max_loss import LEAST_PASSES, judged, proposals
 from megatron_snip.snip.measure.preserve_grads import Untouched, untouched
 from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.measure.updates import AdamSettings, Updates
 from megatron_snip.snip.plan.options import check_choices, device_options, read_choices
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.planner import ask, pending_of
@@ -126,11 +125,9 @@ class Snip:
         self.linears = {
             name: AttachedLinear(self, name, linear, keeps=not self.sharded) for name, linear in linears.items()
         }
-        nobody = cast(Any, None)  # updates are never requested
         self._probe = Probe(
             self.linears, attends, shapes=self.shapes, formats=choices.formats,
-            updates=Updates(nobody, AdamSettings(0.0, 0.0, 0.0, 0.0)), mesh=self._mesh,
-            tokens=0, device=device, own_attends=False,
+            mesh=self._mesh, tokens=0, device=device, own_attends=False,
         )  # fmt: skip
 
     def probe(self, *losses: Callable[[], Tensor]) -> Statistics:

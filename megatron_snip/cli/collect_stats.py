@@ -28,7 +28,7 @@ from megatron_snip.cli import parsers
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line
+from megatron_snip.files.io import check_output
 from megatron_snip.interop.huggingface import check_model
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
@@ -152,8 +152,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, start = with_saved_options(rest, ("model", "training", "data", "snip"))
     stats, writes = collect(config, start)
     if writes:
-        try:
-            write(stats, output, Path(config.checkpoint.load or ""))
-        except OSError as error:
-            raise UserError(f"--output was not written: {one_line(error)}") from None
+        write(stats, output, Path(config.checkpoint.load or ""))
     runtime.stop()

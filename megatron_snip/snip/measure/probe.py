@@ -65,7 +65,7 @@ class Probe:
         *,
         shapes: Sequence[LinearShape],
         formats: Iterable[str],
-        updates: Updates,
+        updates: Updates | None = None,
         mesh: Mesh,
         tokens: int,
         device: torch.device,
@@ -193,6 +193,7 @@ class Probe:
                 dist.all_reduce(error, group=self.mesh.dp_cp.group)
 
     def _add_updates(self, probes: Iterable[LinearProbe], clip: float) -> None:
+        assert self.updates is not None, "nobody asks a probe without an optimiser for updates"
         for probe in probes:
             probe.add_updates(self.updates, clip)
             probe.weight_error.clear()

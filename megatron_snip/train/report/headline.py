@@ -13,7 +13,7 @@ from megatron_snip.snip.plan.cost import gemm_time
 from megatron_snip.snip.plan.options import read_times
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.memory_plan.plan_file import FILE, MemoryPlan
-from megatron_snip.train.report.run_summary import Curve, Run
+from megatron_snip.train.report.run_summary import Curve, Run, noted
 from megatron_snip.train.setup import snip_shapes
 
 #: The last iterations whose mean is compared: a tenth of the common ones, and at least so many.
@@ -51,10 +51,7 @@ def headline(run: Run) -> list[tuple[str, str]]:
 
 
 def _memory_plan(run: Run) -> str:
-    try:
-        plan = MemoryPlan.load(run.path / FILE)
-    except ValueError as error:
-        run.notes.append(str(error))
+    if (plan := noted(run.notes, MemoryPlan.load, run.path / FILE)) is None:
         return "unreadable"
     peak = max((rank.peak for rank in plan.ranks), default=0) / 2**30
     made = f"; predicted peak {peak:.1f} of {plan.memory_gib:.1f} GiB" if plan.memory_gib and peak else ""
