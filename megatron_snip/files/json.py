@@ -32,8 +32,12 @@ Share = Annotated[float, Meta(ge=-1e-9, le=1.0 + 1e-9)]
 Text = Annotated[str, Meta(max_length=4096)]
 #: A run's id, which is part of file names.
 RunId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+#: Samples of a run, or iterations; products with a sequence length fit 64 bits.
+Samples = Annotated[int, Meta(ge=0, le=1 << 40)]
 #: 16 hex digits of a plan's hash.
 PlanHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+#: The hash of the plan in force, or "".
+PlanOrNone = Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
 
 
 class JsonFileError(UserError):

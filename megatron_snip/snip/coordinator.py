@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -149,7 +150,7 @@ class Coordinator:
             "plan": self.plan.to_dict() if self.plan else None,
             "pending": self.pending.to_dict() if self.pending else None,
             "history": self.history,
-            "predictions": self.predictions.to_dict() if self.predictions else None,
+            "predictions": msgspec.to_builtins(self.predictions),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +159,7 @@ class Coordinator:
         if plan:
             plan.check_names((shape.name for shape in self.shapes), "checkpoint")
         pending = Pending.from_dict(state["pending"]) if state["pending"] else None
-        predictions = Predictions.from_dict(state["predictions"]) if state["predictions"] else None
+        predictions = Predictions(**state["predictions"]) if state["predictions"] else None
         self._cancel()
         self.history, self.plan, self.pending, self.predictions = list(state["history"]), plan, None, predictions
         for name, linear in self.linears.items():

@@ -18,7 +18,6 @@ from megatron_snip.model.flops import iteration_flops
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.trial import TrialRunner, samples_of
 from megatron_snip.train.check_casts import check_casts_of
-from megatron_snip.train.health.guard import go_back
 from megatron_snip.train.health.memory import warn_about_memory
 from megatron_snip.train.instruments import peak_tflops
 from megatron_snip.train.memory_plan.auto import plan_of_run
@@ -28,7 +27,7 @@ from megatron_snip.train.report.sections import write_report
 from megatron_snip.train.run.data_identity import agreed, first_problem
 from megatron_snip.train.run.metrics import progress_line, validation_line
 from megatron_snip.train.run.run_folder import advice, drop_later_plans, find_start
-from megatron_snip.train.run_state import RunState
+from megatron_snip.train.run_state import RunState, go_back
 from megatron_snip.train.setup import agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
