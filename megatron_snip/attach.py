@@ -26,7 +26,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from megatron_snip.interop.huggingface import attention_of
 from megatron_snip.mesh import data_parallel_mesh
 from megatron_snip.quant import PLAIN, StepContext, check_linear
 from megatron_snip.quant.casts.rounding import mix64
-from megatron_snip.snip.max_loss import LEAST_PASSES, judged, proposals
+from megatron_snip.snip.max_loss import LEAST_PASSES, proposals
 from megatron_snip.snip.measure.preserve_grads import Untouched, untouched
 from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
@@ -295,12 +294,11 @@ class Snip:
                 return losses_of(held_out, self._mesh, self._probe.device)
 
         best, why = None, "no plan has a finite loss"
-        judge = None if snip.snip_max_loss is None else partial(judged, nats=snip.snip_max_loss)
         self._forget_forwards()
         try:
             with untouched(self.model):
                 trials = Trials(run, self.linears, self._mesh, self._probe.device)
-                _, best = try_plan(trials, propose, snip.snip_trials, plan, known, judge)
+                _, best = try_plan(trials, propose, snip.snip_trials, plan, known, snip.snip_max_loss)
         except TrialFailed as error:
             why = str(error)
         finally:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from megatron_snip.files.json import write_atomic
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.curve import points_of, where_it_breaks
-from megatron_snip.snip.max_loss import judged, judgement, proposals
+from megatron_snip.snip.max_loss import judgement, proposals
 from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes
@@ -281,8 +280,7 @@ class Coordinator:
             trials = Trials(trial_runner(ahead), self.linears, self.mesh, self.probe.device)
             if self.mesh.rank == 0:
                 propose = proposals(pending, plan, self.shapes, self.times.hardware, self.plan)
-            judge = None if pending.max_loss is None else partial(judged, nats=pending.max_loss)
-            tried, best = try_plan(trials, propose, self.snip.snip_trials, plan, self.predictions, judge)
+            tried, best = try_plan(trials, propose, self.snip.snip_trials, plan, self.predictions, pending.max_loss)
         except (TrialFailed, ProbeFailed) as error:
             return None, self._keep(plan.iteration, f"the trial failed: {error}")
         metrics = trial_metrics(tried, trials.tokens, trials.passes, time.perf_counter() - begin)

@@ -350,29 +350,41 @@ def with_record(tried: Sequence[Tried], tokens: int) -> Plan | None:
     return dataclasses.replace(best.plan, trial=record)
 
 
+def stays_below(one: Tried, nats: float) -> bool:
+    """Whether the increase that a plan counts with is below so many nats beyond doubt; NaN is not."""
+    return one.is_finite and one.counted + CERTAIN * one.error < nats
+
+
+def judged(tried: Sequence[Tried], nats: float) -> list[Tried]:
+    """Mark one plan as taken: the largest share that stays below, or else the first plan, which saves nothing."""
+    below = [one for one in tried if stays_below(one, nats)]
+    best = max(below, key=lambda one: one.plan.target) if below else next(iter(tried), None)
+    return [dataclasses.replace(one, taken=one is best and one.is_finite) for one in tried]
+
+
 def try_plan(
     trials: Trials,
     propose: Propose | None,
     passes: int,
     solved: Plan,
     predictions: Predictions | None,
-    judge: Callable[[Sequence[Tried]], list[Tried]] | None = None,
+    nats: float | None = None,
 ) -> tuple[list[Tried], Plan | None]:
     """Run rank 0's proposals, the solver's plan first.  Returns all of them, and the best one with its record.
 
-    judge: decides which plan is taken, if that is not the one with the lowest loss.  All proposals are run then.
+    nats: runs all proposals, and takes the largest share that stays below (`judged`), not the lowest loss.
     The best is None if no plan has a finite loss.  Every rank must call it.  Raises TrialFailed on every rank.
     """
 
     def predict(plan: Plan) -> float | None:
         return None if predictions is None else predictions.total_loss_divergence(plan.linears)
 
-    tried = trials.run(propose, passes, predict, to_the_end=judge is not None)
-    tried = tried if judge is None else judge(tried)
+    tried = trials.run(propose, passes, predict, to_the_end=nats is not None)
+    tried = tried if nats is None else judged(tried, nats)
     best = with_record(tried, trials.tokens)
     if best is not None:
         taken = next(one for one in reversed(tried) if one.taken)
-        which = f"{'taken' if judge else 'best'} of {len(tried)} plans" if len(tried) > 1 else "one plan"
+        which = f"{'best' if nats is None else 'taken'} of {len(tried)} plans" if len(tried) > 1 else "one plan"
         LOGGER.info(
             f"iteration {solved.iteration}: {which} tried on {trials.tokens} tokens, in nats above BF16: {taken}"
         )

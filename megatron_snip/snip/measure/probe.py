@@ -21,7 +21,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import PLAIN, LinearObserver, LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.measure.block_probe import Attend, BlockProbe, Failure
-from megatron_snip.snip.measure.linear_probe import LinearProbe, Place, names_of_sums
+from megatron_snip.snip.measure.linear_probe import LinearProbe, names_of_sums
 from megatron_snip.snip.measure.statistics import Floats, Statistics
 from megatron_snip.snip.measure.updates import Updates
 
@@ -160,12 +160,9 @@ class Probe:
         raise ProbeFailed(f"the probe failed on rank {rank}: {text}")
 
     def _make_probes(self, updates: bool) -> dict[str, LinearProbe]:
-        shapes, mesh = {shape.name: shape for shape in self.shapes}, self.mesh
-        places = {
-            dim: Place(mesh.tp, mesh.dp_cp, mesh.replicate, mesh.shard, column_parallel=dim == 0) for dim in (0, 1)
-        }
+        shapes = {shape.name: shape for shape in self.shapes}
         return {
-            name: LinearProbe(shapes[name], self.formats, places[linear.split_dim], self.device, updates=updates)
+            name: LinearProbe(shapes[name], self.formats, self.mesh, linear.split_dim, self.device, updates=updates)
             for name, linear in self.linears.items()
         }
 
