@@ -12,6 +12,7 @@ from typing import Any
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetError
+from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
 from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
@@ -209,14 +210,10 @@ class Trainer(RunState):
         """Model TFLOP/s per rank for an iteration of this duration."""
         return iteration_flops(self.config.model, batch_size) / seconds / self.parts.mesh.world_size / 1e12
 
-    def _later_batch(self, ahead: int) -> Any:
+    def _later_batch(self, ahead: int) -> Batch:
         """The batch that is ``ahead`` iterations after the next one, with the next one's size.  Read synchronously."""
-        loader = self.parts.train_loader
-        size = loader.size(self.consumed)
-        try:
-            return agreed(partial(loader.make, self.consumed + ahead * size, size), self.parts.mesh)
-        except IndexedDatasetError as error:  # on every rank; training will meet it too
-            raise ProbeFailed(str(error)) from None
+        size = self.parts.train_loader.size(self.consumed)
+        return self._read(self.consumed + ahead * size, size)
 
     def _trial_runner(self, ahead: int) -> TrialRunner:
         """Runner for a trial on sequences from batch ``ahead`` on, or on the last ones of the data."""
@@ -225,11 +222,14 @@ class Trainer(RunState):
         samples = samples_of(c.snip.snip_trial_tokens, c.model.seq_length, together, parts.mesh.pp.size)
         samples = min(samples, len(loader.dataset))
         first = min(loader.cursor(self.consumed, ahead), len(loader.dataset) - samples)
+        return parts.stepper.trial_runner(self._read(first, samples), self.iteration + 1)
+
+    def _read(self, first: int, samples: int) -> Batch:
+        """A batch of the training data.  Raises ProbeFailed on every rank if a file is bad on any."""
         try:
-            batch = agreed(partial(loader.make, first, samples), parts.mesh)
-        except IndexedDatasetError as error:  # on every rank; training will meet it too
+            return agreed(partial(self.parts.train_loader.make, first, samples), self.parts.mesh)
+        except IndexedDatasetError as error:  # training will meet it too
             raise ProbeFailed(str(error)) from None
-        return parts.stepper.trial_runner(batch, self.iteration + 1)
 
     def _rewound(self, result: StepResult, suspicious: bool) -> bool:
         """Let the guard judge this iteration.  Returns whether the run went back to a checkpoint."""

@@ -13,7 +13,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
 from megatron_snip.snip.max_loss import check_max_loss, judgement, proposals
 from megatron_snip.snip.plan.pending import Pending
-from megatron_snip.snip.plan.plan_file import build_plan
+from megatron_snip.snip.plan.plan_file import TriedRecord, build_plan
 from megatron_snip.snip.trial import Trials, judged, stays_below, with_record
 from tests.unit.snip.test_trial import COSTS, NAMES, OPTIONS, SHAPES, Model, fp4_of, request
 
@@ -102,7 +102,7 @@ def test_luck_does_not_make_a_plan_cheap(lone_mesh):
 def test_a_loss_that_is_not_finite_is_not_below(lone_mesh):
     plan, tried = found(Model(COSTS, together=[(NAMES[:1], math.nan)]), 1.0, lone_mesh)
     assert fp4_of(plan) == [1, 2, 3, 4, 5] and not stays_below(tried[1], math.inf)
-    assert tried[1].to_dict() == {"name": "target 100%", "increase": None, "error": None, "predicted": None}
+    assert tried[1].record == TriedRecord("target 100%", None, None, None)
 
 
 def test_fixed_linears_and_stages_hold(lone_mesh):

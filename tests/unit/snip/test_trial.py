@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape
-from megatron_snip.snip.plan.plan_file import Plan, build_plan
+from megatron_snip.snip.plan.plan_file import Plan, TriedRecord, build_plan
 from megatron_snip.snip.plan.program import Limit
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
@@ -169,7 +169,7 @@ def test_losses_that_are_not_finite(lone_mesh):
     model = Model(COSTS, together=[((NAMES[3], NAMES[4], NAMES[5]), math.nan)])
     _, tried, best = try_plans(model, request(COSTS), lone_mesh)
     assert not {3, 4, 5} <= set(fp4_of(best)) and math.isfinite(best.trial.increase)
-    assert tried[0].to_dict() == {"name": "solver", "increase": None, "error": None, "predicted": None}
+    assert tried[0].record == TriedRecord("solver", None, None, None)
     assert try_plans(Model([math.nan] * 6), request(COSTS), lone_mesh)[2] is None
     with pytest.raises(TrialFailed, match="the loss in BF16 is nan"):
         try_plans(Model(COSTS, base=math.nan), request(COSTS), lone_mesh)
