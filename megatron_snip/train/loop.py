@@ -25,7 +25,7 @@ from megatron_snip.train.memory_plan.auto import plan_of_run
 from megatron_snip.train.preflight import preflight
 from megatron_snip.train.report.run_summary import format_summary
 from megatron_snip.train.report.sections import write_report
-from megatron_snip.train.run.data_identity import agreed, first_problem
+from megatron_snip.train.run.data_identity import agreed
 from megatron_snip.train.run.metrics import progress_line, validation_line
 from megatron_snip.train.run.run_folder import advice, drop_later_plans, find_start
 from megatron_snip.train.run_state import RunState, go_back
@@ -177,7 +177,7 @@ class Trainer(RunState):
     def _share_data_problem(self, stopped: bool) -> None:
         """If some rank asked to stop, find out whether a bad file is the reason."""
         if stopped and not self.data_problem:
-            self.data_problem = first_problem(self._check_batch(0), self.parts.mesh)
+            _, self.data_problem = self.parts.mesh.first_problem(self._check_batch(0))
 
     def _end_if_data_failed(self) -> None:
         if self.data_problem:

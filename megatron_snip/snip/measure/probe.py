@@ -146,18 +146,14 @@ class Probe:
 
     def _agree(self, failure: Failure) -> None:
         """Raise ProbeFailed on every rank if any rank failed.  Every rank must call it."""
-        texts: list[str | None] = [failure.text]
         if self.mesh.world_size > 1:
             failed = torch.tensor([float(bool(failure.text))], device=self.device)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.mesh.world)
             if not failed.item():
                 return
-            texts = [None] * self.mesh.world_size
-            dist.all_gather_object(texts, failure.text, group=self.mesh.world)
-        if not any(texts):
-            return
-        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-        raise ProbeFailed(f"the probe failed on rank {rank}: {text}")
+        rank, text = self.mesh.first_problem(failure.text)
+        if text:
+            raise ProbeFailed(f"the probe failed on rank {rank}: {text}")
 
     def _make_probes(self, updates: bool) -> dict[str, LinearProbe]:
         shapes = {shape.name: shape for shape in self.shapes}

@@ -288,15 +288,15 @@ def achieved(
     """Savings of a whole assignment, at most 1.  ``precisions`` must name every linear of ``shapes``."""
     if not shapes:
         return 0.0
-    return float(_chosen(efficiency, shapes, precisions, measure, times).sum())
+    return float(entries(efficiency, shapes, precisions, measure, times).sum())
 
 
 def by_stage(
     shapes: Sequence[LinearShape], precisions: Mapping[str, LinearPrecision], times: GemmTimes = NOMINAL
 ) -> dict[int, tuple[float, float]]:
     """Stage -> (FP4's share of its linears' FLOPs, its modelled time relative to the whole model in BF16)."""
-    share = _chosen(efficiency, shapes, precisions, "fp4", NOMINAL)
-    taken = _chosen(modelled_time, shapes, precisions, times)
+    share = entries(efficiency, shapes, precisions, "fp4", NOMINAL)
+    taken = entries(modelled_time, shapes, precisions, times)
     flops, stage = gemm_flops(shapes).sum(axis=1), stages(shapes)
     whole = flops / flops.sum()
     return {
@@ -305,7 +305,7 @@ def by_stage(
     }
 
 
-def _chosen(
+def entries(
     matrix: Callable[..., Floats],
     shapes: Sequence[LinearShape],
     precisions: Mapping[str, LinearPrecision],

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip import runtime
@@ -166,10 +165,7 @@ class Rerun:
         """All ranks' results, by rank.  Every rank must call it."""
         mesh, host = self.stepper.mesh, socket.gethostname()
         places = (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank)
-        mine = Found(host, *places, first, self._local_result(), self._worst_microbatch(batch))
-        everyone: list[Any] = [None] * mesh.world_size
-        dist.all_gather_object(everyone, mine, group=mesh.world)
-        return everyone
+        return mesh.gathered(Found(host, *places, first, self._local_result(), self._worst_microbatch(batch)))
 
     def _worst_microbatch(self, batch: BatchLike) -> tuple[float, int, int]:
         """This rank's microbatch with the largest loss; one that is not finite ranks above all others."""

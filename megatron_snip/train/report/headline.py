@@ -9,7 +9,7 @@ import numpy as np
 from megatron_snip.formats import get_format
 from megatron_snip.model.flops import parameters
 from megatron_snip.quant import GEMMS, LinearPrecision
-from megatron_snip.snip.plan.cost import gemm_time
+from megatron_snip.snip.plan.cost import entries, gemm_time
 from megatron_snip.snip.plan.options import read_times
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.memory_plan.plan_file import FILE, MemoryPlan
@@ -91,9 +91,7 @@ def _faster(run: Run, plan: Plan) -> str:
         bits = {name: get_format(name).element_bits for name in formats}
         base = next((name for name in sorted(bits) if bits[name] == 8), "bf16")
         uniform = float(gemm_time(shapes, [LinearPrecision.uniform(base)], times).sum())
-        options = list(dict.fromkeys(plan.linears.values()))
-        column = [options.index(plan.linears[shape.name]) for shape in shapes]
-        taken = float(gemm_time(shapes, options, times)[np.arange(len(shapes)), column].sum())
+        taken = float(entries(gemm_time, shapes, plan.linears, times).sum())
     except (ValueError, KeyError):  # a plan of another model, or a missing table
         return ""
     by = "nominal" if times.hardware == "nominal" else times.hardware
