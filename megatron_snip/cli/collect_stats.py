@@ -5,7 +5,7 @@ r"""Probe a checkpoint without training: collect the statistics that plans are m
         --load runs/my/checkpoints/iter_0001000 --output stats.json \
         --tensor-model-parallel-size 4 --snip-options fp8,fp4,nvfp4
 
---load is a folder of checkpoints, whose newest one is probed, or one checkpoint in it.  Model, data, batch and SNIP
+--load names a checkpoint, or a folder of checkpoints: the newest is probed.  Model, data, batch and SNIP
 options come from its run; you can override them with the trainer's options, on the command line or by --config FILE.
 The layout does not come from the run.  --load may also be a Hugging Face model; then give data, batch and seq-length.
 --snip-options names the formats.  The probe reads what the run would probe next: the coming batches, until it has

@@ -19,8 +19,8 @@ batches that --snip-probe-tokens covers.  The file records the measurements ("tr
 saving: it takes the largest share that measures below NATS, and implies --try.  For several ranks, use torchrun.
 
 With --memory-gib GIB, precision and what each block keeps for backward are planned together.  best.json and
-memory_plan.json are then the fastest plans that fit GIB on each of --world-size ranks, and whose quality loss is at
-most that of precision_alone.json, the plan of the saving.  Layout, batch, --bf16 and --optimizer-precision come from
+memory_plan.json are then the fastest plans that fit GIB on each of --world-size ranks and lose at most as much
+quality as precision_alone.json, the plan of the saving.  Layout, batch, --bf16 and --optimizer-precision come from
 where the model comes from, or from options.  Train with --precision plan --precision-plan best.json --memory-plan
 memory_plan.json.
 """

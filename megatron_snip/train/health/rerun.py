@@ -74,11 +74,11 @@ def bits_sum(tensor: Tensor) -> int:
 
 
 def suspects(found: Sequence[Found]) -> tuple[list[int], str]:
-    """Ranks of which one computed wrongly, and the evidence; none if all results are equal.
+    """The ranks that may have computed wrongly, and the evidence; none if all results are equal.
 
-    Limited to what each rank keeps of the first pass.  A wrong loss points to its replica, all of whose ranks
-    contribute.  If losses agree, the fault was in backward, on the rank whose difference is nearest to the loss; the
-    others inherit it.  Data parallelism reduces gradients before they are compared, so they cannot tell replicas apart.
+    It knows only what each rank keeps of the first pass.  If a replica's losses differ, any of its ranks may be at
+    fault.  If they agree, the fault was in backward, on the rank with the difference nearest to the loss; the others
+    inherit it.  Data parallelism reduces gradients before they are compared, so they cannot tell replicas apart.
     """
     replicas = {one.dp for one in found if one.first.share != one.second.share}
     if replicas:
