@@ -29,7 +29,7 @@ from msgspec import Meta
 
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import parse_json
-from megatron_snip.files.json import JsonFileError, checked, read_json
+from megatron_snip.files.json import checked, in_file, read_json
 
 LOGGER = logging.getLogger("megatron_snip.data")
 PIECE_BYTES = 1 << 19  # input per piece: a few tenths of a second of work
@@ -182,10 +182,8 @@ class _Saved(msgspec.Struct, frozen=True):
 def _saved(state: Path) -> list[_DataFile]:
     """The files that a saved dataset lists."""
     way_out = "save the dataset again"
-    try:
+    with in_file(state, way_out):
         return checked(read_json(state, "dataset's list of files", way_out), _Saved).files
-    except JsonFileError as error:
-        raise UserError(f"{state} does not list the dataset's files ({error}); {way_out}") from None
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:

@@ -35,8 +35,8 @@ from megatron_snip.files.json import (
     PlanHash,
     Share,
     Text,
-    check_version,
     checked,
+    in_file,
     read_json,
     write_atomic,
 )
@@ -191,13 +191,12 @@ class Plan:
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "plan") -> Plan:
         """The plan from ``to_dict``.  Raises UserError with ``source``, the field and the way out."""
-        try:
+        with in_file(source, _WAY_OUT):
             if "columns" in values:
                 raise JsonFileError("this is a statistics file, not a plan")
             if "frontier" in values:
                 raise JsonFileError("this is a table of plans, not a plan")
-            check_version(values, VERSION)
-            found = checked(values, _File)
+            found = checked(values, _File, version=VERSION)
             if found.target_unit not in MEASURES.values():
                 raise JsonFileError(
                     f"field target_unit is {found.target_unit!r}, but must be one of {', '.join(MEASURES.values())}"
@@ -218,8 +217,6 @@ class Plan:
                     f"field hash is {found.hash!r}, but iteration and linears give {plan.hash!r}: "
                     "the file was changed by hand or is damaged"
                 )
-        except JsonFileError as error:
-            raise UserError(f"{source}: {error}; {_WAY_OUT}") from None
         return plan
 
     def save(self, path: str | Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_snip.files.json import Count, JsonFileError, Text, check_version, checked, read_json, write_json
+from megatron_snip.files.json import Count, Text, checked, in_file, read_json, write_json
 from megatron_snip.train.report.run_summary import noted
 
 _WAY_OUT = "evaluate the checkpoint again, or move the file away"
@@ -37,11 +37,8 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def load(cls, path: Path) -> Evaluation:
         """Read a file from ``save``.  Raises UserError for anything else."""
         values = read_json(path, "evaluation", _WAY_OUT)
-        try:
-            check_version(values, 1)
-            return checked(values, cls)
-        except JsonFileError as error:
-            raise JsonFileError(f"{path}: {error}; {_WAY_OUT}") from None
+        with in_file(path, _WAY_OUT):
+            return checked(values, cls, version=1)
 
     def save(self, path: Path) -> None:
         """Write the file, atomically."""

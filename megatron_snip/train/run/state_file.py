@@ -18,7 +18,6 @@ from msgspec import Meta, UnsetType
 from megatron_snip.checkpoint import manifest
 from megatron_snip.checkpoint.manifest import STATE, folder_of
 from megatron_snip.config import Config, option_groups
-from megatron_snip.errors import UserError
 from megatron_snip.files.io import shown
 from megatron_snip.files.json import (
     Count,
@@ -31,6 +30,7 @@ from megatron_snip.files.json import (
     Share,
     Text,
     checked,
+    in_file,
     read_json,
 )
 from megatron_snip.quant import LinearPrecision
@@ -176,11 +176,8 @@ def state_of(values: dict[str, Any]) -> dict[str, Any]:
 
 def read_state(save: Path, iteration: int) -> dict[str, Any]:
     """A checkpoint's state.json, checked.  Raises UserError with the field for anything invalid."""
-    try:
+    with in_file(folder_of(save, iteration) / STATE, "load another iteration (--ckpt-step)"):
         return state_of(manifest.read_state(save, iteration))
-    except JsonFileError as error:
-        path = folder_of(save, iteration) / STATE
-        raise UserError(f"{path}: {error}; load another iteration (--ckpt-step)") from None
 
 
 def new_state(run_id: str, config: Config) -> dict[str, Any]:
@@ -228,11 +225,9 @@ def config_of(values: Mapping[str, Any], where: str = "") -> Config:
 def read_run_file(path: Path, way_out: str) -> tuple[str, Config, Mapping[str, str | int]]:
     """Run id, options and versions in a run folder's config.json.  Raises UserError for anything invalid."""
     values = read_json(path, "file of a run's options", way_out)
-    try:
+    with in_file(path, way_out):
         found = checked(values, _Run)
         return found.run_id, config_of(values), found.versions
-    except JsonFileError as error:
-        raise UserError(f"{path}: {error}; {way_out}") from None
 
 
 def _check_snip(found: _Snip) -> None:
