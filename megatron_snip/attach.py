@@ -156,7 +156,7 @@ class Snip:
         try:
             with torch.random.fork_rng(devices), untouched(self.model) as kept:
 
-                def run_pass(ahead: int = 0, context: StepContext = PLAIN) -> Pass:
+                def run_pass(ahead: int, context: StepContext) -> Pass:
                     with self._in(context):
                         return self._pass(losses[ahead], kept)
 

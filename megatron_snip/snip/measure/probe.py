@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_snip.formats import get_format
 from megatron_snip.mesh import Mesh
-from megatron_snip.quant import PLAIN, LinearObserver, LinearPrecision, LinearShape, StepContext
+from megatron_snip.quant import LinearObserver, LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.measure.block_probe import Attend, BlockProbe, Failure
 from megatron_snip.snip.measure.linear_probe import LinearProbe, names_of_sums
 from megatron_snip.snip.measure.statistics import Floats, Statistics
@@ -47,12 +47,9 @@ class Pass:
     tokens: int | None = None  # 1 / weight of a local token in the loss, if that is not 1 / Probe.tokens
 
 
-class PassRunner(Protocol):
-    """Runs one of the next batches forward and backward and leaves its gradients."""
-
-    def __call__(self, ahead: int = 0, context: StepContext = PLAIN) -> Pass:
-        """``ahead``: 0 for the next batch, 1 for the one after.  context: settings of the pass except the iteration."""
-        ...
+#: Runs the next batch (0), or the n-th after it, forward and backward, and leaves its gradients.  The context has the
+#: settings of the pass except the iteration.
+PassRunner = Callable[[int, StepContext], Pass]
 
 
 class Probe:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_snip import runtime
 from megatron_snip.parallel.data import is_copy, local_gradients
-from megatron_snip.parallel.pipeline import BatchLike
+from megatron_snip.parallel.pipeline import Batch
 from megatron_snip.runtime import SuspectDevice
 from megatron_snip.snip.measure.probe import Pass
 from megatron_snip.train.health.loss_spikes import LossWatch
@@ -108,7 +108,7 @@ class Rerun:
         by_bits = stepper.pipeline.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         self.by_bits = by_bits  # whether results that differ only in bits count as different
 
-    def validated(self, first: Pass, batch: BatchLike, iteration: int) -> Pass:
+    def validated(self, first: Pass, batch: Batch, iteration: int) -> Pass:
         """The pass that counts, with its gradients in place.  Raises SuspectDevice on all ranks if neither is good."""
         if not self.watch.suspicious(first.loss, first.grad_norm):
             return first
@@ -161,13 +161,13 @@ class Rerun:
         sums.sort(key=lambda found: found[0])
         return LocalResult(struct.pack("d", share), struct.pack("d", square), tuple(sums))
 
-    def _gather(self, first: LocalResult, batch: BatchLike) -> list[Found]:
+    def _gather(self, first: LocalResult, batch: Batch) -> list[Found]:
         """All ranks' results, by rank.  Every rank must call it."""
         mesh, host = self.stepper.mesh, socket.gethostname()
         places = (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank)
         return mesh.gathered(Found(host, *places, first, self._local_result(), self._worst_microbatch(batch)))
 
-    def _worst_microbatch(self, batch: BatchLike) -> tuple[float, int, int]:
+    def _worst_microbatch(self, batch: Batch) -> tuple[float, int, int]:
         """This rank's microbatch with the largest loss; one that is not finite ranks above all others."""
         losses = self.stepper.pipeline.losses
         if not losses:
