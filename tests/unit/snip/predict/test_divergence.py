@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 
@@ -144,4 +143,4 @@ def test_a_checkpoint_keeps_predictions():
     predictions = Predictions.of(four_linears())
     again = Predictions(**json.loads(json.dumps(msgspec.to_builtins(predictions))))
     assert (again.loss, again.weight) == (predictions.loss, predictions.weight) and again.loss[NAMES[1]]["fp4"] == 20.0
-    assert dataclasses.asdict(again).keys() == {"loss", "weight"}
+    assert msgspec.structs.asdict(again).keys() == {"loss", "weight"}
