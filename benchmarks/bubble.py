@@ -33,7 +33,7 @@ from torch.distributed.pipelining.schedules import (
 
 from megatron_snip.arguments import parse
 from megatron_snip.config import Config
-from megatron_snip.model.spec import linear_shapes
+from megatron_snip.model.llama import LLAMA
 from megatron_snip.model.stages import stage_blocks
 from megatron_snip.snip.plan.cost import by_stage
 from megatron_snip.snip.plan.options import read_choices, solve_request
@@ -141,7 +141,7 @@ def costs_of(config: Config, lengths: Sequence[int], *, head: bool, linear: Sequ
     linear: what a linear of each process, or of all, takes by its time in BF16.
     """
     m = config.model
-    whole = sum(shape.gemm_flops for shape in linear_shapes(m)) / m.num_layers
+    whole = sum(shape.gemm_flops for shape in LLAMA.linear_shapes(m)) / m.num_layers
     attention = 2 * 2 * m.num_attention_heads * m.head_dim * m.seq_length / 2
     again = config.training.recompute_granularity == "full"
     costs = []

@@ -2,7 +2,7 @@
 
     python benchmarks/probe_bytes.py            # llama_7b on 8 and llama_70b on 64 GPUs
 
-Counted, not measured: megatron_snip/snip/measure/footprint.py, which tests hold against tensors and collectives over
+Counted, not measured: footprint.py, whose numbers tests compare with tensors and collectives over
 gloo.  Bytes are those that a process hands to collectives.  "iteration" is what a plain iteration in bf16 sends
 without recomputation: FSDP2's gather in bf16 and its float32 reduce-scatter, and for each block the four sums over tp,
 to which a process hands [T, H], and the six gathers, to which it hands a tp-th of that (docs/performance.md).
@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from footprint import Layout, footprint
 from harness import save
 
 from megatron_snip.arguments import parse
-from megatron_snip.snip.measure.footprint import Layout, footprint
 from megatron_snip.snip.measure.linear_probe import ENOUGH_ROWS
 from megatron_snip.train.setup import snip_shapes
 

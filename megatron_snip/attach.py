@@ -26,9 +26,8 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,13 +43,12 @@ from megatron_snip.interop.huggingface import attention_of
 from megatron_snip.mesh import data_parallel_mesh
 from megatron_snip.quant import PLAIN, StepContext, check_linear
 from megatron_snip.quant.casts.rounding import mix64
-from megatron_snip.snip.max_loss import LEAST_PASSES, judged, proposals
+from megatron_snip.snip.max_loss import LEAST_PASSES, proposals
 from megatron_snip.snip.measure.preserve_grads import Untouched, untouched
 from megatron_snip.snip.measure.probe import Pass, Probe
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.measure.updates import AdamSettings, Updates
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import check_choices, device_options, read_choices
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.planner import ask, pending_of
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import get_objective
@@ -126,11 +124,9 @@ class Snip:
         self.linears = {
             name: AttachedLinear(self, name, linear, keeps=not self.sharded) for name, linear in linears.items()
         }
-        nobody = cast(Any, None)  # updates are never requested
         self._probe = Probe(
             self.linears, attends, shapes=self.shapes, formats=choices.formats,
-            updates=Updates(nobody, AdamSettings(0.0, 0.0, 0.0, 0.0)), mesh=self._mesh,
-            tokens=0, device=device, own_attends=False,
+            mesh=self._mesh, tokens=0, device=device, own_attends=False,
         )  # fmt: skip
 
     def probe(self, *losses: Callable[[], Tensor]) -> Statistics:
@@ -160,7 +156,7 @@ class Snip:
         try:
             with torch.random.fork_rng(devices), untouched(self.model) as kept:
 
-                def run_pass(ahead: int = 0, context: StepContext = PLAIN) -> Pass:
+                def run_pass(ahead: int, context: StepContext) -> Pass:
                     with self._in(context):
                         return self._pass(losses[ahead], kept)
 
@@ -298,12 +294,11 @@ class Snip:
                 return losses_of(held_out, self._mesh, self._probe.device)
 
         best, why = None, "no plan has a finite loss"
-        judge = None if snip.snip_max_loss is None else partial(judged, nats=snip.snip_max_loss)
         self._forget_forwards()
         try:
             with untouched(self.model):
                 trials = Trials(run, self.linears, self._mesh, self._probe.device)
-                _, best = try_plan(trials, propose, snip.snip_trials, plan, known, judge)
+                _, best = try_plan(trials, propose, snip.snip_trials, plan, known, snip.snip_max_loss)
         except TrialFailed as error:
             why = str(error)
         finally:

@@ -85,14 +85,24 @@ class Mesh:
         """Wait for all ranks.  Every rank must call it."""
         dist.barrier(self.world)
 
+    def gathered(self, value: Made) -> list[Made]:
+        """Each rank's value, by rank.  Every rank must call it."""
+        everyone = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(everyone, value, group=self.world)
+        return everyone
+
+    def first_problem(self, problem: str) -> tuple[int, str]:
+        """The first rank that has a problem, and the problem; (0, "") if none has.  Every rank must call it."""
+        return next(((rank, each) for rank, each in enumerate(self.gathered(problem)) if each), (0, ""))
+
     def in_turn(self, first: bool, work: Callable[[], Made]) -> Made:
         """Run ``work()`` on the ``first`` ranks, one per node, and then on the others.  Every rank must call it.
 
         The others poll the store without a time limit, since a collective would time out.  The watch handles ranks that
         die meanwhile.
         """
-        everyone = [False] * self.world_size
-        dist.all_gather_object(everyone, first, group=self.world)
+        everyone = self.gathered(first)
         store = PrefixStore("in turn", _get_default_store())
         if first:
             try:

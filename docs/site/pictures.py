@@ -27,7 +27,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.files.io import one_line
 from megatron_snip.formats import get_format
 from megatron_snip.quant import KINDS
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train.pictures.figures import Grid, colours_of, smooth
 from megatron_snip.train.pictures.plan_picture import draw_plan

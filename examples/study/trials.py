@@ -28,6 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -173,7 +174,7 @@ class Cell:
         tried, best = try_plan(trials, propose, self.config.snip.snip_trials, plan, Predictions.of(self.stats))
         assert best is not None and best.trial is not None
         return {"plan": best.linears, "name": best.trial.name, "passes": trials.passes, "predicted": tried[0].predicted,
-                "tried": [one.to_dict() for one in tried]}  # fmt: skip
+                "tried": [msgspec.to_builtins(one.record) for one in tried]}  # fmt: skip
 
     def measure(self, granularity: str, target: float, path: Path) -> None:
         """Measure all arms of a granularity and target, and write them."""

@@ -325,8 +325,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         parts.train_loader.close()
     if parts.mesh.rank == 0:
-        try:
-            print(write(output, own, Statistics.mean(each), Sensitivity.of(each), planned), flush=True)
-        except OSError as error:
-            raise UserError(f"--output was not written: {one_line(error)}") from None
+        print(write(output, own, Statistics.mean(each), Sensitivity.of(each), planned), flush=True)
     runtime.stop()

@@ -5,7 +5,7 @@ r"""Probe a checkpoint without training: collect the statistics that plans are m
         --load runs/my/checkpoints/iter_0001000 --output stats.json \
         --tensor-model-parallel-size 4 --snip-options fp8,fp4,nvfp4
 
---load is a folder of checkpoints, whose newest one is probed, or one checkpoint in it.  Model, data, batch and SNIP
+--load names a checkpoint, or a folder of checkpoints: the newest is probed.  Model, data, batch and SNIP
 options come from its run; you can override them with the trainer's options, on the command line or by --config FILE.
 The layout does not come from the run.  --load may also be a Hugging Face model; then give data, batch and seq-length.
 --snip-options names the formats.  The probe reads what the run would probe next: the coming batches, until it has
@@ -28,7 +28,7 @@ from megatron_snip.cli import parsers
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line
+from megatron_snip.files.io import check_output
 from megatron_snip.interop.huggingface import check_model
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
@@ -152,8 +152,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, start = with_saved_options(rest, ("model", "training", "data", "snip"))
     stats, writes = collect(config, start)
     if writes:
-        try:
-            write(stats, output, Path(config.checkpoint.load or ""))
-        except OSError as error:
-            raise UserError(f"--output was not written: {one_line(error)}") from None
+        write(stats, output, Path(config.checkpoint.load or ""))
     runtime.stop()

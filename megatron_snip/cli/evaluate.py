@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_snip import runtime
 from megatron_snip.checkpoint.manifest import naming
 from megatron_snip.cli import parsers
@@ -33,13 +35,13 @@ from megatron_snip.cli.tables import aligned
 from megatron_snip.config import TILE, Config
 from megatron_snip.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line
+from megatron_snip.files.io import check_output
 from megatron_snip.interop.huggingface import check_model, is_hf_folder
 from megatron_snip.interop.tokenizer_files import PLAN
 from megatron_snip.model.llama import LlamaStage
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import LinearPrecision, check_linear
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.build_model import build_model
 from megatron_snip.train.health.memory import WEIGHTS, warn_about_memory
 from megatron_snip.train.report.evaluations import Evaluation, Scores, evaluation_file, score_rows
@@ -251,7 +253,7 @@ def known(path: Path, iteration: int, model: str) -> Evaluation:
         raise UserError(f"{path} is from iteration {found.iteration}, not {iteration}; give another --output")
     if found.model not in ("", model):
         raise UserError(f"{path} has the scores of {found.model}, not {model}; give another --output")
-    return dataclasses.replace(found, model=model)
+    return msgspec.structs.replace(found, model=model)
 
 
 def track(run_dir: Path, start: Start, row: Mapping[str, Any]) -> None:
@@ -330,10 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         heads, rows = score_rows([Evaluation(start.iteration, {precision: scores})])
         print(f"{aligned([heads, *rows])}\n\n{path}", flush=True)
         evaluation = before.with_scores(precision, scores)
-        try:
-            evaluation.save(path)
-        except OSError as error:
-            raise UserError(f"--output was not written: {one_line(error)}") from None
+        evaluation.save(path)
         if run_dir is not None:
             track(run_dir, start, evaluation.row(precision))
     runtime.stop()

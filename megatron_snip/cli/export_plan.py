@@ -34,7 +34,7 @@ from megatron_snip.files.json import write_atomic
 from megatron_snip.interop.counterparts import Request, Version
 from megatron_snip.interop.exports import BY_GEMM, TARGETS, Target
 from megatron_snip.model.spec import linear_place
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.run.run_folder import options_of
 from megatron_snip.train.setup import snip_shapes
 

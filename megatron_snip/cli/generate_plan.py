@@ -19,8 +19,8 @@ batches that --snip-probe-tokens covers.  The file records the measurements ("tr
 saving: it takes the largest share that measures below NATS, and implies --try.  For several ranks, use torchrun.
 
 With --memory-gib GIB, precision and what each block keeps for backward are planned together.  best.json and
-memory_plan.json are then the fastest plans that fit GIB on each of --world-size ranks, and whose quality loss is at
-most that of precision_alone.json, the plan of the saving.  Layout, batch, --bf16 and --optimizer-precision come from
+memory_plan.json are then the fastest plans that fit GIB on each of --world-size ranks and lose at most as much
+quality as precision_alone.json, the plan of the saving.  Layout, batch, --bf16 and --optimizer-precision come from
 where the model comes from, or from options.  Train with --precision plan --precision-plan best.json --memory-plan
 memory_plan.json.
 """
@@ -41,7 +41,7 @@ from megatron_snip.cli.tables import aligned
 from megatron_snip.cli.trials import check_trials, make_trials, trial_samples, try_as_a_run
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line
+from megatron_snip.files.io import check_output
 from megatron_snip.files.json import write_atomic, write_json
 from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.max_loss import judgement
@@ -280,11 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line.  Raises UserError for bad input."""
     own, rest = parsers.plan().parse_known_args(arguments)
     stats = Path(own.stats)
-    try:
-        config, start = read_run(rest, own.trying) or (read_config(rest, stats), None)
-        text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed, start)
-    except OSError as error:
-        raise UserError(one_line(error)) from error
+    config, start = read_run(rest, own.trying) or (read_config(rest, stats), None)
+    text = generate(config, stats, Path(own.output_dir), own.num_random, own.random_seed, start)
     if runtime.environment_rank() == 0:
         print(f"{text}\nwrote plans and pareto.html to {own.output_dir}")
     if start is not None:

@@ -10,7 +10,6 @@ continues from there and writes the same bytes.
 from __future__ import annotations
 
 import argparse
-import glob
 import hashlib
 import os
 import signal
@@ -31,13 +30,13 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_snip.cli.command import Parser, reported
-from megatron_snip.data.documents import PIECE_BYTES, Piece, files_of, pieces
+from megatron_snip.data.documents import PIECE_BYTES, Piece, input_files, pieces, texts_of
 from megatron_snip.data.indexed import token_dtype
 from megatron_snip.data.resumable import ResumableBuilders
 from megatron_snip.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_snip.data.workers import check_workers, end_with_parent
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import check_output, one_line, parse_json, path_word
+from megatron_snip.files.io import check_output, one_line, path_word
 
 PENDING_PER_WORKER = 4  # Tasks per worker in progress; limits the results that wait for their turn.
 MARK_SECONDS = 30.0  # Most work that a kill can lose.
@@ -85,16 +84,8 @@ def _is_chosen(job: Job, text: str) -> bool:
 
 def _encode(tokenizer: Tokenizer, job: Job, record: bytes | dict[str, Any]) -> dict[str, list[int]]:
     """The ids of a document by key; empty if it does not belong to the sample."""
-    record = parse_json(record) if isinstance(record, bytes) else record
-    if not isinstance(record, dict):
-        raise UserError(f"it is a {type(record).__name__}, not an object")
     result = {}
-    for key in job.keys:
-        if not isinstance(text := record.get(key), str):
-            if key not in record:
-                raise UserError(f'it has no key "{key}"; name the key of its text with --json-keys')
-            kind = "null" if text is None else f"a {type(text).__name__}"
-            raise UserError(f'it has {kind} for the key "{key}", not a string')
+    for key, text in texts_of(record, job.keys, "--json-keys").items():
         if key == job.keys[0] and job.sample_fraction < 1 and not _is_chosen(job, text):
             return {}
         ids = tokenizer.encode(text)
@@ -293,16 +284,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _expand(inputs: Sequence[str]) -> list[str]:
-    result: list[str] = []
-    for name in inputs:
-        found = [name] if Path(name).exists() else sorted(glob.glob(name))
-        if not found:
-            raise UserError(f"--input {name} does not exist; check the path")
-        result += [path for one in found for path in files_of(one)]
-    return result
-
-
 @reported
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
@@ -319,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = f"{arguments.output_prefix}.partial"
     try:
         check_workers("--workers", arguments.workers)
-        paths = _expand(arguments.input)
+        paths = input_files(arguments.input)
         preprocess(job, paths, arguments.output_prefix, arguments.workers, arguments.log_interval)
     except BrokenProcessPool:
         raise UserError(_failed(kept, "a worker was killed (out of memory?); use fewer --workers")) from None

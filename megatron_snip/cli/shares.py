@@ -10,8 +10,8 @@ from megatron_snip.cli.trials import best_for, try_along, try_as_a_run
 from megatron_snip.config import Config
 from megatron_snip.snip.curve import points_of, where_it_breaks
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import saving
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.planner import Planner
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import TrialFailed, Trials, Tried, with_record

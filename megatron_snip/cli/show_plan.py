@@ -19,8 +19,8 @@ from megatron_snip.cli.command import reported
 from megatron_snip.cli.tables import aligned
 from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import KINDS
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import by_stage, saving
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.run.run_folder import options_of
 from megatron_snip.train.setup import snip_shapes
 

@@ -1,4 +1,4 @@
-"""Train a sentencepiece BPE tokenizer with byte fallback on JSON lines, with Llama-2's settings.
+"""Train a sentencepiece BPE tokenizer with byte fallback on text, with Llama-2's settings.
 
 Source of the settings: Llama 2's tokenizer.model (identity normalisation, digits split, whitespace kept, ids
 0 <unk>, 1 <s>, 2 </s>, then 256 bytes).  Equal input and options give an equal model.
@@ -12,26 +12,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_snip.cli.command import Parser, reported
+from megatron_snip.data.documents import input_files, pieces, texts_of
 from megatron_snip.errors import UserError
-from megatron_snip.files.io import atomic_output, check_output, parse_json, path_word
+from megatron_snip.files.io import atomic_output, check_output, path_word
 
 LONGEST_LINE = 1 << 14  # Bytes.  sentencepiece ignores longer lines, so we cut them.
 
 
 def texts(paths: Sequence[str], key: str) -> Iterator[str]:
-    """The text under ``key`` in each line.  Raises UserError with the file and line if there is none."""
-    for name in paths:
-        with open(name, "rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    text = parse_json(line)[key]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise UserError(f'{name}:{number} is not a JSON object with the key "{key}"') from error
-                if not isinstance(text, str):
-                    raise UserError(f'{name}:{number} has "{key}" of type {type(text).__name__}, not a string')
-                yield text
+    """The text under ``key`` in each document.  Raises UserError with the file and line if there is none."""
+    for where, record in (record for piece in pieces(paths, [key]) for record in piece.records([key])):
+        try:
+            yield texts_of(record, [key], "--json-key")[key]
+        except ValueError as error:  # bad JSON and bad UTF-8 are ValueErrors too
+            raise UserError(f"{where()} is unusable: {error}") from error
 
 
 def training_lines(paths: Sequence[str], key: str, max_bytes: int) -> Iterator[str]:
@@ -51,7 +45,9 @@ def training_lines(paths: Sequence[str], key: str, max_bytes: int) -> Iterator[s
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(__doc__)
-    parser.add_argument("--input", nargs="+", required=True, type=path_word, help="JSON lines files")
+    parser.add_argument(
+        "--input", nargs="+", required=True, type=path_word, help="files or folders, as of preprocess_data.py"
+    )
     parser.add_argument("--json-key", default="text", help="key of the text (default: text)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="number of pieces (default: 4096)")
     parser.add_argument("--output-prefix", required=True, type=path_word, help="writes PREFIX.model")
@@ -67,7 +63,7 @@ def train(arguments: argparse.Namespace) -> None:
         raise UserError("training a tokenizer needs sentencepiece: pip install sentencepiece") from error
     check_output("--output-prefix", Path(f"{arguments.output_prefix}.model"))
     # Read first, because sentencepiece hides errors in our iterator.
-    lines = list(training_lines(arguments.input, arguments.json_key, arguments.max_bytes))
+    lines = list(training_lines(input_files(arguments.input), arguments.json_key, arguments.max_bytes))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -101,9 +97,5 @@ def train(arguments: argparse.Namespace) -> None:
 @reported
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line.  Returns the exit status."""
-    arguments = parse_arguments(argv)
-    missing = [name for name in arguments.input if not Path(name).is_file()]
-    if missing:
-        raise UserError(f"--input {missing[0]} does not exist; check the path")
-    train(arguments)
+    train(parse_arguments(argv))
     return 0

@@ -12,9 +12,9 @@ from megatron_snip.cli.collect_stats import Batches
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.snip.frontier import AlongFrontier, refined
-from megatron_snip.snip.max_loss import check_max_loss, judged, proposals
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.max_loss import check_max_loss, proposals
 from megatron_snip.snip.plan.pending import Pending
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.planner import Planner, pending_of
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.trial import CERTAIN, Proposal, Propose, Trials, Tried, samples_of, try_plan, with_record
@@ -54,8 +54,8 @@ def try_as_a_run(planner: Planner, solved: Plan, trials: Trials) -> list[Tried]:
     """Run the trial that a run would run before ``solved`` takes effect."""
     pending, passes = asked_of(planner), planner.config.snip.snip_trials
     propose = proposals(pending, solved, planner.shapes, planner.times.hardware, None)
-    judge = None if pending.max_loss is None else partial(judged, nats=pending.max_loss)
-    return try_plan(trials, _told(propose, passes), passes, solved, Predictions.of(planner.stats), judge)[0]
+    known = Predictions.of(planner.stats)
+    return try_plan(trials, _told(propose, passes), passes, solved, known, pending.max_loss)[0]
 
 
 def try_along(planner: Planner, shares: Sequence[float], trials: Trials) -> list[Tried]:

@@ -12,6 +12,7 @@ Pieces, and documents within a piece, keep the order of the input.
 
 from __future__ import annotations
 
+import glob
 import gzip
 import importlib
 import logging
@@ -27,7 +28,8 @@ import msgspec
 from msgspec import Meta
 
 from megatron_snip.errors import UserError
-from megatron_snip.files.json import JsonFileError, checked, read_json
+from megatron_snip.files.io import parse_json
+from megatron_snip.files.json import checked, in_file, read_json
 
 LOGGER = logging.getLogger("megatron_snip.data")
 PIECE_BYTES = 1 << 19  # input per piece: a few tenths of a second of work
@@ -132,6 +134,17 @@ class Text:
         yield partial(str, self.path), dict.fromkeys(keys, text)
 
 
+def input_files(inputs: Sequence[str]) -> list[str]:
+    """The files that --input names; * and ? are expanded.  Raises UserError if there are none."""
+    result: list[str] = []
+    for name in inputs:
+        found = [name] if Path(name).exists() else sorted(glob.glob(name))
+        if not found:
+            raise UserError(f"--input {name} does not exist; check the path")
+        result += [path for one in found for path in files_of(one)]
+    return result
+
+
 def files_of(name: str) -> list[str]:
     """A file itself, or the files of a folder.  Raises UserError for a folder without any, and for a pipe."""
     folder = Path(name)
@@ -169,10 +182,8 @@ class _Saved(msgspec.Struct, frozen=True):
 def _saved(state: Path) -> list[_DataFile]:
     """The files that a saved dataset lists."""
     way_out = "save the dataset again"
-    try:
+    with in_file(state, way_out):
         return checked(read_json(state, "dataset's list of files", way_out), _Saved).files
-    except JsonFileError as error:
-        raise UserError(f"{state} does not list the dataset's files ({error}); {way_out}") from None
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
@@ -193,6 +204,20 @@ def pieces(paths: Sequence[str], keys: Sequence[str]) -> Iterator[Piece]:
         else:
             for start in range(0, size, PIECE_BYTES):
                 yield Range(path, start, min(start + PIECE_BYTES, size))
+
+
+def texts_of(record: bytes | dict[str, Any], keys: Sequence[str], option: str) -> dict[str, str]:
+    """Key -> text of a document.  Raises ValueError if it is not JSON or lacks a text.  option: names the keys."""
+    values = parse_json(record) if isinstance(record, bytes) else record
+    if not isinstance(values, dict):
+        raise UserError(f"it is a {type(values).__name__}, not an object")
+    for key in keys:
+        if key not in values:
+            raise UserError(f'it has no key "{key}"; name the key of its text with {option}')
+        if not isinstance(text := values[key], str):
+            kind = "null" if text is None else f"a {type(text).__name__}"
+            raise UserError(f'it has {kind} for the key "{key}", not a string')
+    return {key: values[key] for key in keys}
 
 
 def _compressed(path: str) -> Iterator[Piece]:

@@ -9,31 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.data.sampling import Dataset
 from megatron_snip.data.workers import Workers, read
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import one_line
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's share of a global batch: M microbatches of B samples.
-
-    ``tokens`` and ``labels`` int64 [M, B, L]; labels[..., t] is the token after tokens[..., t].  Sequences are whole:
-    under context parallelism the pipeline takes this rank's shard of them.
-    ``sample_index`` int64 [M, B], the global number of each sample.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    sample_index: Tensor
+from megatron_snip.parallel.pipeline import Batch as Batch
 
 
 class _Prefetch(threading.Thread):

@@ -80,21 +80,24 @@ class SentencePieceTokenizer:
         return text
 
 
-class _HuggingFace:
-    """Text to ids and back, and BOS, for both libraries that read Hugging Face's tokenizers."""
+class HuggingFaceTokenizer:
+    """Text to ids and back, and BOS, for both libraries that read Hugging Face's tokenizers.
 
-    def __init__(self, tokenizer: Any, path: Path) -> None:
-        self._tokenizer, self._path = tokenizer, path
+    ids: text, whether to add special tokens -> ids.
+    """
+
+    def __init__(
+        self, tokenizer: Any, path: Path, vocab_size: int, eod: int, ids: Callable[[str, bool], list[int]]
+    ) -> None:
+        self._tokenizer, self._path, self._ids = tokenizer, path, ids
+        self.vocab_size, self.eod = vocab_size, eod
         plain, special = self.encode("a"), self._encode("a", special=True)
         begins = len(special) > len(plain) and special[1 : 1 + len(plain)] == plain
         self.bos: int | None = special[0] if begins else None
 
-    def _ids(self, text: str, *, special: bool) -> list[int]:
-        raise NotImplementedError
-
     def _encode(self, text: str, *, special: bool) -> list[int]:
         with _one_line_errors(f"--tokenizer-model {self._path} cannot encode {text[:40]!r}", "give another"):
-            return self._ids(text, special=special)
+            return self._ids(text, special)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special tokens.  Raises UserError if the tokenizer's own rules fail."""
@@ -106,39 +109,36 @@ class _HuggingFace:
         return text
 
 
-class TokenizerJson(_HuggingFace):
+def _from_json(path: Path) -> HuggingFaceTokenizer:
     """A Hugging Face tokenizer.json, through the light `tokenizers` library.
 
     EOS comes from the tokenizer_config.json or special_tokens_map.json in the same folder, else from its usual names.
     Raises UserError if there is none.
     """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from error
+    data = read_file(path, "tokenizer", "give another --tokenizer-model", most=MOST_BYTES)
+    with _one_line_errors(f"--tokenizer-model {path} is not a tokenizer.json", "give another"):
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    tokenizer.no_truncation()  # the file may enable both, which would cut or pad documents
+    tokenizer.no_padding()
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    size, named = _size_of(vocabulary, path), _configured_eos(path.parent)
+    candidates = [eos for eos in ((named,) if named else KNOWN_EOS) if eos in vocabulary]
+    if not candidates:
+        raise UserError(
+            f"--tokenizer-model {path} has no end-of-text token ({named or ', '.join(KNOWN_EOS)}); "
+            'name it as "eos_token" in a tokenizer_config.json beside it'
+        )
 
-    def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from error
-        data = read_file(path, "tokenizer", "give another --tokenizer-model", most=MOST_BYTES)
-        with _one_line_errors(f"--tokenizer-model {path} is not a tokenizer.json", "give another"):
-            tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        tokenizer.no_truncation()  # the file may enable both, which would cut or pad documents
-        tokenizer.no_padding()
-        vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = _size_of(vocabulary, path)
-        named = _configured_eos(path.parent)
-        candidates = [eos for eos in ((named,) if named else KNOWN_EOS) if eos in vocabulary]
-        if not candidates:
-            raise UserError(
-                f"--tokenizer-model {path} has no end-of-text token ({named or ', '.join(KNOWN_EOS)}); "
-                'name it as "eos_token" in a tokenizer_config.json beside it'
-            )
-        self.eod = vocabulary[candidates[0]]
-        super().__init__(tokenizer, path)
-
-    def _ids(self, text: str, *, special: bool) -> list[int]:
+    def ids(text: str, special: bool) -> list[int]:
         # same ids as encode(), without the offsets, which take a fifth of the time
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        return ids
+        found: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return found
+
+    return HuggingFaceTokenizer(tokenizer, path, size, vocabulary[candidates[0]], ids)
 
 
 @contextmanager
@@ -183,39 +183,37 @@ def _configured_eos(folder: Path) -> str | None:
     return None
 
 
-class TransformersTokenizer(_HuggingFace):
+def _from_transformers(path: Path) -> HuggingFaceTokenizer:
     """Any other tokenizer in a local folder, through transformers (optional).
 
     It downloads nothing, runs no code of the folder, and never prompts.
     """
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            f"--tokenizer-model {path} has no tokenizer.json, so it needs transformers: pip install transformers"
+        ) from error
+    if path.is_dir() and not any([*path.glob("*token*"), *path.glob("vocab.*")]):
+        raise UserError(
+            f"--tokenizer-model {path} holds no tokenizer (tokenizer.json or tokenizer.model); give one that does"
+        )
+    for file in path.iterdir() if path.is_dir() else [path]:
+        _check_file(file)
+    way_out = "give a tokenizer.json, or a folder whose tokenizer needs no code of its own"
+    with _one_line_errors(f"--tokenizer-model {path}: transformers cannot read it", way_out):
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"--tokenizer-model {path} has no EOS token to end documents with; add one to it")
+    size = max(len(tokenizer), _size_of(tokenizer.get_vocab(), path))
 
-    def __init__(self, path: Path) -> None:
-        try:
-            import transformers
-        except ImportError as error:
-            raise UserError(
-                f"--tokenizer-model {path} has no tokenizer.json, so it needs transformers: pip install transformers"
-            ) from error
-        if path.is_dir() and not any([*path.glob("*token*"), *path.glob("vocab.*")]):
-            raise UserError(
-                f"--tokenizer-model {path} holds no tokenizer (tokenizer.json or tokenizer.model); give one that does"
-            )
-        for file in path.iterdir() if path.is_dir() else [path]:
-            _check_file(file)
-        way_out = "give a tokenizer.json, or a folder whose tokenizer needs no code of its own"
-        with _one_line_errors(f"--tokenizer-model {path}: transformers cannot read it", way_out):
-            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False
-            )
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"--tokenizer-model {path} has no EOS token to end documents with; add one to it")
-        self.vocab_size = max(len(tokenizer), _size_of(tokenizer.get_vocab(), path))
-        self.eod = int(tokenizer.eos_token_id)
-        super().__init__(tokenizer, path)
+    def ids(text: str, special: bool) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=special)
+        return found
 
-    def _ids(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
-        return ids
+    return HuggingFaceTokenizer(tokenizer, path, size, int(tokenizer.eos_token_id), ids)
 
 
 def _check_file(path: Path) -> None:
@@ -249,34 +247,10 @@ class NullTokenizer:
         return " ".join(str(int(token)) for token in ids)
 
 
-def _sentencepiece(tokenizer_type: str, model: str | None, vocab_size: int | None) -> Tokenizer:
-    return SentencePieceTokenizer(_existing(tokenizer_type, model))
-
-
-def _hugging_face(tokenizer_type: str, model: str | None, vocab_size: int | None) -> Tokenizer:
-    path = _existing(tokenizer_type, model)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if file.is_file():
-        return TokenizerJson(file)
-    if (path / "tokenizer.model").is_file() and not (path / "tokenizer_config.json").is_file():
-        return SentencePieceTokenizer(path / "tokenizer.model")  # transformers would give other tokens
-    return TransformersTokenizer(path)
-
-
-def _null(tokenizer_type: str, model: str | None, vocab_size: int | None) -> Tokenizer:
-    if vocab_size is None:
-        raise UserError(f"--tokenizer-type {tokenizer_type} needs --vocab-size")
-    return NullTokenizer(vocab_size)
-
-
-_BUILDERS: dict[str, Callable[[str, str | None, int | None], Tokenizer]] = {
-    "SentencePieceTokenizer": _sentencepiece,
-    "GPTSentencePieceTokenizer": _sentencepiece,
-    "Llama2Tokenizer": _sentencepiece,
-    "HuggingFaceTokenizer": _hugging_face,
-    "NullTokenizer": _null,
-}
-TOKENIZER_TYPES = tuple(_BUILDERS)
+#: Values of --tokenizer-type.  Two are other names of SentencePieceTokenizer.
+TOKENIZER_TYPES = (
+    "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "NullTokenizer",
+)  # fmt: skip
 
 
 def build_tokenizer(
@@ -287,6 +261,18 @@ def build_tokenizer(
     ``vocab_size`` is used only by NullTokenizer.  Raises UserError for an unknown type, or a file that is missing or
     cannot be read.
     """
-    if tokenizer_type not in _BUILDERS:
+    if tokenizer_type not in TOKENIZER_TYPES:
         raise UserError(f"--tokenizer-type {tokenizer_type} is unknown; use one of {', '.join(TOKENIZER_TYPES)}")
-    return _BUILDERS[tokenizer_type](tokenizer_type, tokenizer_model, vocab_size)
+    if tokenizer_type == "NullTokenizer":
+        if vocab_size is None:
+            raise UserError(f"--tokenizer-type {tokenizer_type} needs --vocab-size")
+        return NullTokenizer(vocab_size)
+    path = _existing(tokenizer_type, tokenizer_model)
+    if tokenizer_type != "HuggingFaceTokenizer":
+        return SentencePieceTokenizer(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return _from_json(file)
+    if (path / "tokenizer.model").is_file() and not (path / "tokenizer_config.json").is_file():
+        return SentencePieceTokenizer(path / "tokenizer.model")  # transformers would give other tokens
+    return _from_transformers(path)

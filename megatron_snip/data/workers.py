@@ -111,11 +111,6 @@ class Workers:
         for worker in self._all:
             self._free.put(worker)
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [worker.process.pid for worker in self._all]
-
     def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Tokens:
         """Samples ``numbers`` of one of the datasets, int64 [samples, tokens].
 

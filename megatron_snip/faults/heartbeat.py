@@ -20,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+
+from torch._C import _distributed_c10d as c10d
 
 LOGGER = logging.getLogger("megatron_snip")
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -28,22 +29,6 @@ _LONGEST_PERIOD, _PERIODS = 2.0, 30  # seconds; periods per time-out, at least
 _READINGS_APART = 2.5  # periods between two readings: every live rank sends a heartbeat in between
 #: Files of the innermost frames of a process that waits for other ranks.
 _WAITING = ("distributed_c10d.py", "_functional_collectives.py", "/pipelining/", "/fsdp/")
-
-
-class Store(Protocol):
-    """The part of torch's Store that a watch needs."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value; overwrites."""
-
-    def get(self, key: str) -> bytes:
-        """The value of an existing key."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its new value."""
 
 
 class Folder:
@@ -76,6 +61,9 @@ class Folder:
             file.write(amount * b"1")
             file.flush()
             return file.tell()
+
+
+Store = c10d.Store | Folder
 
 
 @dataclass(frozen=True)

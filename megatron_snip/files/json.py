@@ -10,7 +10,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -32,12 +33,16 @@ Share = Annotated[float, Meta(ge=-1e-9, le=1.0 + 1e-9)]
 Text = Annotated[str, Meta(max_length=4096)]
 #: A run's id, which is part of file names.
 RunId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+#: Samples of a run, or iterations; products with a sequence length fit 64 bits.
+Samples = Annotated[int, Meta(ge=0, le=1 << 40)]
 #: 16 hex digits of a plan's hash.
 PlanHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+#: The hash of the plan in force, or "".
+PlanOrNone = Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
 
 
 class JsonFileError(UserError):
-    """A missing, unknown or invalid field.  The caller adds the file's name and the way out."""
+    """A missing, unknown or invalid field.  `in_file` adds the file's name and the way out."""
 
 
 def read_json(path: str | Path, what: str, way_out: str, most: int = MOST_BYTES) -> dict[str, Any]:
@@ -56,12 +61,15 @@ def json_object(data: bytes, path: str | Path, what: str, way_out: str) -> dict[
     return values
 
 
-def checked(values: Any, schema: type[_T], where: str = "") -> _T:
+def checked(values: Any, schema: type[_T], where: str = "", *, version: int | None = None) -> _T:
     """Convert parsed JSON to ``schema``, and check the type and range of every field.
 
-    where: the field that holds the values, for the error message; "" for a whole file.
+    where: the field that holds the values, for the error message; "" for a whole file.  version: the file's, which is
+    checked first, because another version may have other fields.
     Raises JsonFileError with the first missing, unknown or invalid field and its value.
     """
+    if version is not None:
+        check_version(values, version)
     try:
         return msgspec.convert(values, schema)
     except msgspec.ValidationError as error:
@@ -105,8 +113,17 @@ def _in_words(problem: str, values: Any, where: str) -> str:
     return f"{place} is {shown(values)}: {what[:1].lower()}{what[1:]}"
 
 
+@contextmanager
+def in_file(source: str | Path, way_out: str) -> Iterator[None]:
+    """Let a JsonFileError of the block name its file and the way out."""
+    try:
+        yield
+    except JsonFileError as error:
+        raise UserError(f"{source}: {error}; {way_out}") from None
+
+
 def check_version(values: Mapping[str, Any], known: int) -> None:
-    """Raise JsonFileError for any other version, before checking fields that it may not have."""
+    """Raise JsonFileError for any other version."""
     if values.get("version", known) != known:
         raise JsonFileError(f"field version is {shown(values['version'])}, but this code reads version {known}")
 

@@ -11,8 +11,8 @@ from megatron_snip.errors import UserError
 from megatron_snip.formats import format_names, get_format
 from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import achieved, saving
+from megatron_snip.snip.plan.plan_file import Plan
 
 #: Format -> the format that another program has for it, and what differs; "" for nothing.
 Known = Mapping[str, tuple[str, str]]

@@ -81,10 +81,11 @@ def _factory_source() -> str:
 
 
 def to_megatron(request: Request) -> Written:
-    """A file a pipeline stage, whose blocks Megatron-LM counts from 0: core 0.16's --te-precision-config-file.
+    """A file for each pipeline stage, for --te-precision-config-file of core 0.16.
 
-    Interleaved stages, whose chunks have the same names, cannot be told apart there.  Precisions that are none of
-    its recipes are functions of snip_recipes.py, for `custom_recipe_factory`.
+    Megatron-LM counts the blocks of each stage from 0.  The chunks of interleaved stages have the same names, so its
+    file cannot tell them apart.  Precisions that are none of its recipes become functions of snip_recipes.py, for
+    `custom_recipe_factory`.
     """
     blocks_of = stage_blocks(
         1 + max(place[0] for n in request.plan.linears if (place := linear_place(n))), request.parallel
@@ -293,7 +294,7 @@ def to_torchao(request: Request) -> Written:
 
 {chosen.header("")}
 {uses}
-Hugging Face's module names.  Which of torchao's configurations stands for which format is yours to say.
+Names are Hugging Face's.  You choose the configuration of torchao for each format.
 """
 
 FORMATS = {pprint.pformat(formats, sort_dicts=False)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,13 +54,9 @@ def losses_of(held_out: Sequence[TokenLosses], mesh: Mesh, device: torch.device)
         raise
     except Exception as error:  # must not be raised here: the other ranks wait in the collective
         failed = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-    texts: list[str | None] = [failed]
-    if mesh.world_size > 1:
-        texts = [None] * mesh.world_size
-        dist.all_gather_object(texts, failed)
-    for rank, text in enumerate(texts):
-        if text:
-            raise TrialFailed(f"rank {rank}: {text}" if mesh.world_size > 1 else text)
+    rank, text = mesh.first_problem(failed)
+    if text:
+        raise TrialFailed(f"rank {rank}: {text}" if mesh.world_size > 1 else text)
     return torch.cat(found)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from megatron_snip.config import ModelConfig
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import open_file, read_file, shown
-from megatron_snip.files.json import checked, read_json
+from megatron_snip.files.json import checked, in_file, read_json
 from megatron_snip.model.rotary import rotate
 from megatron_snip.model.spec import MODELS, ModelSpec, spec_of
 from megatron_snip.snip.measure.block_probe import Attend
@@ -165,10 +165,8 @@ def model_options(folder: Path) -> dict[str, Any]:
 
 
 def _checked(path: Path, found: dict[str, Any], schema: type[_T]) -> _T:
-    try:
+    with in_file(path, "correct the file"):
         return checked(found, schema)
-    except UserError as error:
-        raise UserError(f"{path}: {error}; correct the file") from None
 
 
 def _rope_options(path: Path, fields: _Fields) -> dict[str, Any]:

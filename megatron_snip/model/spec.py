@@ -107,11 +107,6 @@ def spec_of(m: ModelConfig) -> ModelSpec:
     return MODELS[m.model_name]
 
 
-def linear_shapes(m: ModelConfig) -> list[LinearShape]:
-    """Every quantisable linear of the whole model, in order, all on stage 0."""
-    return spec_of(m).linear_shapes(m)
-
-
 def linear_place(name: str) -> tuple[int, str, str] | None:
     """(block, kind, input) of a quantisable linear of any of our models, by name; None for other names.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +22,16 @@ from megatron_snip.parallel.tensor import drop_weight_casts
 from megatron_snip.quant import PLAIN, StepContext
 
 
-class BatchLike(Protocol):
-    """Content of a batch: M microbatches of B whole sequences of S tokens."""
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a global batch: M microbatches of B whole sequences of S tokens.
 
-    @property
-    def tokens(self) -> Tensor:
-        """[M, B, S] int64."""
+    The pipeline takes this rank's shard of the sequences under context parallelism.
+    """
 
-    @property
-    def labels(self) -> Tensor:
-        """[M, B, S] int64."""
-
-    @property
-    def sample_index(self) -> Tensor:
-        """[M, B] int64, on the CPU."""
+    tokens: Tensor  # int64 [M, B, S]
+    labels: Tensor  # int64 [M, B, S]: the token after each
+    sample_index: Tensor  # int64 [M, B], on the CPU: the global number of each sample
 
 
 def _sum_of(losses: Tensor, _labels: Tensor) -> Tensor:
@@ -104,7 +101,7 @@ class Pipeline:
             self._schedules[use] = (microbatches, schedule)
         return self._schedules[use][1]
 
-    def forward_backward(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> Callable[[], float]:
+    def forward_backward(self, batch: Batch, iteration: int, context: StepContext = PLAIN) -> Callable[[], float]:
         """Run the batch and accumulate its gradients in `.grad`.
 
         context: settings of the pass, except iteration and tokens, which are set here.
@@ -114,11 +111,11 @@ class Pipeline:
         return self._run(batch, iteration, context, training=True)
 
     @torch.no_grad()
-    def evaluate(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
+    def evaluate(self, batch: Batch, iteration: int, context: StepContext = PLAIN) -> float:
         """The same share of the loss, without gradients."""
         return self._run(batch, iteration, context, training=False)()
 
-    def _run(self, batch: BatchLike, iteration: int, context: StepContext, *, training: bool) -> Callable[[], float]:
+    def _run(self, batch: Batch, iteration: int, context: StepContext, *, training: bool) -> Callable[[], float]:
         """Set up the context of the pass, and drop the weight casts that linears keep afterwards."""
         tokens: int | Tensor = batch.tokens.numel() * self.mesh.dp.size
         if self._begin is not None:
@@ -134,7 +131,7 @@ class Pipeline:
             # have the same address on some ranks only, but all must agree on what to cast and reduce over tp.
             drop_weight_casts(self.stages.values())
 
-    def _plain(self, batch: BatchLike, context: StepContext, *, training: bool) -> Callable[[], float]:
+    def _plain(self, batch: Batch, context: StepContext, *, training: bool) -> Callable[[], float]:
         (stage,) = self.stages.values()
         tokens, labels = self._own(batch.tokens).to(self.device), self._own(batch.labels).to(self.device)
         samples, losses = batch.sample_index.tolist(), []
@@ -147,7 +144,7 @@ class Pipeline:
             losses.append(loss.detach())
         return self._share(losses)
 
-    def _pipelined(self, batch: BatchLike, context: StepContext, *, training: bool) -> Callable[[], float]:
+    def _pipelined(self, batch: Batch, context: StepContext, *, training: bool) -> Callable[[], float]:
         use = "training" if training else "evaluation" if context.token_losses is None else "trial"
         schedule = self._schedule(use, len(batch.tokens), training=training)
         tokens, labels = self._own(batch.tokens).flatten(0, 1), self._own(batch.labels).flatten(0, 1).to(self.device)

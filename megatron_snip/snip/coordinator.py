@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -28,7 +28,7 @@ from megatron_snip.files.json import write_atomic
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.curve import points_of, where_it_breaks
-from megatron_snip.snip.max_loss import judged, judgement, proposals
+from megatron_snip.snip.max_loss import judgement, proposals
 from megatron_snip.snip.measure.probe import PassRunner, Probe, ProbedLinear, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.cost import NOMINAL, GemmTimes
@@ -149,7 +149,7 @@ class Coordinator:
             "plan": self.plan.to_dict() if self.plan else None,
             "pending": self.pending.to_dict() if self.pending else None,
             "history": self.history,
-            "predictions": self.predictions.to_dict() if self.predictions else None,
+            "predictions": msgspec.to_builtins(self.predictions),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ class Coordinator:
         if plan:
             plan.check_names((shape.name for shape in self.shapes), "checkpoint")
         pending = Pending.from_dict(state["pending"]) if state["pending"] else None
-        predictions = Predictions.from_dict(state["predictions"]) if state["predictions"] else None
+        predictions = Predictions(**state["predictions"]) if state["predictions"] else None
         self._cancel()
         self.history, self.plan, self.pending, self.predictions = list(state["history"]), plan, None, predictions
         for name, linear in self.linears.items():
@@ -280,8 +280,7 @@ class Coordinator:
             trials = Trials(trial_runner(ahead), self.linears, self.mesh, self.probe.device)
             if self.mesh.rank == 0:
                 propose = proposals(pending, plan, self.shapes, self.times.hardware, self.plan)
-            judge = None if pending.max_loss is None else partial(judged, nats=pending.max_loss)
-            tried, best = try_plan(trials, propose, self.snip.snip_trials, plan, self.predictions, judge)
+            tried, best = try_plan(trials, propose, self.snip.snip_trials, plan, self.predictions, pending.max_loss)
         except (TrialFailed, ProbeFailed) as error:
             return None, self._keep(plan.iteration, f"the trial failed: {error}")
         metrics = trial_metrics(tried, trials.tokens, trials.passes, time.perf_counter() - begin)

@@ -39,7 +39,8 @@ def plan_before(
     bad = [linears for entry, linears in zip(history, held, strict=True) if entry["hash"] in blamed]
     for entry, linears in zip(reversed(history), reversed(held), strict=True):
         if linears is not None and linears not in bad:
-            return _plan(linears, shapes, iteration, f"guard: plan of iteration {entry['iteration']}")
+            objective = f"guard: plan of iteration {entry['iteration']}"
+            return Plan.by_hand(linears, shapes, iteration=iteration, objective=objective)
     return None
 
 
@@ -50,9 +51,4 @@ def base_plan(choices: Choices, shapes: Sequence[LinearShape], iteration: int) -
         shape.name: choices.options[option] if option >= 0 else base
         for shape, option in zip(shapes, choices.fixed.tolist(), strict=True)
     }
-    return _plan(linears, shapes, iteration, f"guard: {base}")
-
-
-def _plan(linears: Linears, shapes: Sequence[LinearShape], iteration: int, objective: str) -> Plan:
-    share = Plan(iteration, linears).fp4_share(shapes)
-    return Plan(iteration, linears, objective, share, share)
+    return Plan.by_hand(linears, shapes, iteration=iteration, objective=f"guard: {base}")

@@ -10,7 +10,6 @@ or its prediction plus as many where it measures less.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -20,7 +19,7 @@ from megatron_snip.quant import LinearShape
 from megatron_snip.snip.frontier import RESOLUTION, AlongFrontier
 from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import Plan
-from megatron_snip.snip.trial import CERTAIN, Proposals, Propose, Tried, first_plans
+from megatron_snip.snip.trial import Proposals, Propose, Tried, first_plans, stays_below
 
 #: BF16, the plan that saves nothing, and one that saves.
 LEAST_PASSES = 3
@@ -33,11 +32,6 @@ def check_max_loss(snip: SnipConfig) -> None:
             f"--snip-max-loss {snip.snip_max_loss:g} needs trials, and --snip-trials is "
             f"{snip.snip_trials}; give {LEAST_PASSES} or more, or --snip-target instead of --snip-max-loss"
         )
-
-
-def stays_below(one: Tried, nats: float) -> bool:
-    """Whether the increase that a plan counts with is below so many nats beyond doubt; NaN is not."""
-    return one.is_finite and one.counted + CERTAIN * one.error < nats
 
 
 def halved(found: Mapping[float, Tried], nats: float) -> float | None:
@@ -67,15 +61,3 @@ def judgement(tried: Sequence[Tried], nats: float | None) -> str:
         return "best"
     stays = any(stays_below(one, nats) for one in tried if one.taken)
     return f"the largest below {nats:g} nats" if stays else f"taken, as no plan stays below {nats:g} nats"
-
-
-def judged(tried: Sequence[Tried], nats: float | None) -> list[Tried]:
-    """Mark one plan as taken: the largest share that stays below, or else the first plan, which saves nothing.
-
-    Without ``nats`` (a trial for a target), nothing changes.
-    """
-    if nats is None:
-        return list(tried)
-    below = [one for one in tried if stays_below(one, nats)]
-    best = max(below, key=lambda one: one.plan.target) if below else next(iter(tried), None)
-    return [dataclasses.replace(one, taken=one is best and one.is_finite) for one in tried]

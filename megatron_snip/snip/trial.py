@@ -35,9 +35,10 @@ from torch import Tensor
 from megatron_snip.errors import UserError
 from megatron_snip.mesh import Mesh
 from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape, StepContext
+from megatron_snip.snip.measure.probe import ProbedLinear
 from megatron_snip.snip.plan.cost import achieved
 from megatron_snip.snip.plan.ilp import Solution
-from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, TrialRecord
+from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, TrialRecord, TriedRecord
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
@@ -56,12 +57,6 @@ class TrialRunner(Protocol):
     def __call__(self, context: StepContext = PLAIN) -> Tensor:
         """Losses [T] of this rank's tokens, float32 nats; empty on ranks without the loss."""
         ...
-
-
-class Planned(Protocol):
-    """What a trial needs from a parallel linear."""
-
-    precision: LinearPrecision
 
 
 @dataclass(frozen=True)
@@ -86,18 +81,18 @@ class Tried:
         """The increase that it counts with: the predicted one where it measures less, which is luck."""
         return self.increase if self.predicted is None or self.predicted <= self.increase else self.predicted
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for logs and plan files."""
-        values = {"increase": self.increase, "error": self.error, "predicted": self.predicted}
-        return {"name": self.name, **{key: _number(value) for key, value in values.items()}}
+    @property
+    def record(self) -> TriedRecord:
+        """What a plan file keeps of it."""
+        increase, error, predicted = (
+            value if value is not None and math.isfinite(value) else None
+            for value in (self.increase, self.error, self.predicted)
+        )
+        return TriedRecord(self.name, increase, error, predicted)
 
     def __str__(self) -> str:
         predicted = "" if self.predicted is None else f" (predicted {self.predicted:.4g})"
         return f"{self.name} {self.increase:.4g} +- {self.error:.2g}{predicted}"
-
-
-def _number(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ class TrialFailed(RuntimeError):
 class Trials:
     """Runs plans on this rank's ``linears``.  Every rank makes one, and makes the same calls."""
 
-    def __init__(self, run: TrialRunner, linears: Mapping[str, Planned], mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, run: TrialRunner, linears: Mapping[str, ProbedLinear], mesh: Mesh, device: torch.device) -> None:
         self._run, self._linears, self._mesh, self._device = run, linears, mesh, device
         self._bf16 = run(_BF16)
         self.tokens, loss, _ = self._sums(self._bf16)
@@ -351,8 +346,20 @@ def with_record(tried: Sequence[Tried], tokens: int) -> Plan | None:
     best = next((one for one in reversed(tried) if one.taken), None)
     if best is None:
         return None
-    record = TrialRecord(best.name, best.increase, best.error, tokens, tuple(one.to_dict() for one in tried))
+    record = TrialRecord(best.name, best.increase, best.error, tokens, [one.record for one in tried])
     return dataclasses.replace(best.plan, trial=record)
+
+
+def stays_below(one: Tried, nats: float) -> bool:
+    """Whether the increase that a plan counts with is below so many nats beyond doubt; NaN is not."""
+    return one.is_finite and one.counted + CERTAIN * one.error < nats
+
+
+def judged(tried: Sequence[Tried], nats: float) -> list[Tried]:
+    """Mark one plan as taken: the largest share that stays below, or else the first plan, which saves nothing."""
+    below = [one for one in tried if stays_below(one, nats)]
+    best = max(below, key=lambda one: one.plan.target) if below else next(iter(tried), None)
+    return [dataclasses.replace(one, taken=one is best and one.is_finite) for one in tried]
 
 
 def try_plan(
@@ -361,23 +368,23 @@ def try_plan(
     passes: int,
     solved: Plan,
     predictions: Predictions | None,
-    judge: Callable[[Sequence[Tried]], list[Tried]] | None = None,
+    nats: float | None = None,
 ) -> tuple[list[Tried], Plan | None]:
     """Run rank 0's proposals, the solver's plan first.  Returns all of them, and the best one with its record.
 
-    judge: decides which plan is taken, if that is not the one with the lowest loss.  All proposals are run then.
+    nats: runs all proposals, and takes the largest share that stays below (`judged`), not the lowest loss.
     The best is None if no plan has a finite loss.  Every rank must call it.  Raises TrialFailed on every rank.
     """
 
     def predict(plan: Plan) -> float | None:
         return None if predictions is None else predictions.total_loss_divergence(plan.linears)
 
-    tried = trials.run(propose, passes, predict, to_the_end=judge is not None)
-    tried = tried if judge is None else judge(tried)
+    tried = trials.run(propose, passes, predict, to_the_end=nats is not None)
+    tried = tried if nats is None else judged(tried, nats)
     best = with_record(tried, trials.tokens)
     if best is not None:
         taken = next(one for one in reversed(tried) if one.taken)
-        which = f"{'taken' if judge else 'best'} of {len(tried)} plans" if len(tried) > 1 else "one plan"
+        which = f"{'best' if nats is None else 'taken'} of {len(tried)} plans" if len(tried) > 1 else "one plan"
         LOGGER.info(
             f"iteration {solved.iteration}: {which} tried on {trials.tokens} tokens, in nats above BF16: {taken}"
         )

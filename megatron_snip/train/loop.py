@@ -12,23 +12,23 @@ from typing import Any
 from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetError
+from megatron_snip.data.loader import Batch
 from megatron_snip.errors import UserError
 from megatron_snip.faults.ending import Ending
 from megatron_snip.model.flops import iteration_flops
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.snip.trial import TrialRunner, samples_of
 from megatron_snip.train.check_casts import check_casts_of
-from megatron_snip.train.health.guard import go_back
 from megatron_snip.train.health.memory import warn_about_memory
 from megatron_snip.train.instruments import peak_tflops
 from megatron_snip.train.memory_plan.auto import plan_of_run
 from megatron_snip.train.preflight import preflight
 from megatron_snip.train.report.run_summary import format_summary
 from megatron_snip.train.report.sections import write_report
-from megatron_snip.train.run.data_identity import agreed, first_problem
+from megatron_snip.train.run.data_identity import agreed
 from megatron_snip.train.run.metrics import progress_line, validation_line
 from megatron_snip.train.run.run_folder import advice, drop_later_plans, find_start
-from megatron_snip.train.run_state import RunState
+from megatron_snip.train.run_state import RunState, go_back
 from megatron_snip.train.setup import agree_on, build, check, with_defaults
 from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
@@ -177,7 +177,7 @@ class Trainer(RunState):
     def _share_data_problem(self, stopped: bool) -> None:
         """If some rank asked to stop, find out whether a bad file is the reason."""
         if stopped and not self.data_problem:
-            self.data_problem = first_problem(self._check_batch(0), self.parts.mesh)
+            _, self.data_problem = self.parts.mesh.first_problem(self._check_batch(0))
 
     def _end_if_data_failed(self) -> None:
         if self.data_problem:
@@ -210,14 +210,10 @@ class Trainer(RunState):
         """Model TFLOP/s per rank for an iteration of this duration."""
         return iteration_flops(self.config.model, batch_size) / seconds / self.parts.mesh.world_size / 1e12
 
-    def _later_batch(self, ahead: int) -> Any:
+    def _later_batch(self, ahead: int) -> Batch:
         """The batch that is ``ahead`` iterations after the next one, with the next one's size.  Read synchronously."""
-        loader = self.parts.train_loader
-        size = loader.size(self.consumed)
-        try:
-            return agreed(partial(loader.make, self.consumed + ahead * size, size), self.parts.mesh)
-        except IndexedDatasetError as error:  # on every rank; training will meet it too
-            raise ProbeFailed(str(error)) from None
+        size = self.parts.train_loader.size(self.consumed)
+        return self._read(self.consumed + ahead * size, size)
 
     def _trial_runner(self, ahead: int) -> TrialRunner:
         """Runner for a trial on sequences from batch ``ahead`` on, or on the last ones of the data."""
@@ -226,11 +222,14 @@ class Trainer(RunState):
         samples = samples_of(c.snip.snip_trial_tokens, c.model.seq_length, together, parts.mesh.pp.size)
         samples = min(samples, len(loader.dataset))
         first = min(loader.cursor(self.consumed, ahead), len(loader.dataset) - samples)
+        return parts.stepper.trial_runner(self._read(first, samples), self.iteration + 1)
+
+    def _read(self, first: int, samples: int) -> Batch:
+        """A batch of the training data.  Raises ProbeFailed on every rank if a file is bad on any."""
         try:
-            batch = agreed(partial(loader.make, first, samples), parts.mesh)
-        except IndexedDatasetError as error:  # on every rank; training will meet it too
+            return agreed(partial(self.parts.train_loader.make, first, samples), self.parts.mesh)
+        except IndexedDatasetError as error:  # training will meet it too
             raise ProbeFailed(str(error)) from None
-        return parts.stepper.trial_runner(batch, self.iteration + 1)
 
     def _rewound(self, result: StepResult, suspicious: bool) -> bool:
         """Let the guard judge this iteration.  Returns whether the run went back to a checkpoint."""

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.mesh import Mesh
@@ -48,10 +47,8 @@ class LostUpdates:
     def metrics(self) -> dict[str, float]:
         """optim/edq and optim/lost of all ranks' weights.  Every rank must call it."""
         mine = {name: found.tolist() for name, found in self._sums.items()}
-        everyone: list[dict[str, list[float]]] = [{}] * self.mesh.world_size
-        dist.all_gather_object(everyone, mine, group=self.mesh.world)
         totals: dict[str, list[float]] = {}
-        for name, found in ((name, found) for one in everyone for name, found in sorted(one.items())):
+        for name, found in ((name, found) for one in self.mesh.gathered(mine) for name, found in sorted(one.items())):
             for group in ("", *(f"/{group}" for group in groups(name))):
                 totals[group] = [a + b for a, b in zip(totals.get(group, [0.0] * 4), found, strict=True)]
         rows: dict[str, float] = {}

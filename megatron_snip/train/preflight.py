@@ -14,7 +14,7 @@ import torch
 
 from megatron_snip.config import Config
 from megatron_snip.data.loader import Batch
-from megatron_snip.quant import GEMMS, LinearPrecision
+from megatron_snip.quant import GEMMS, PLAIN, LinearPrecision
 from megatron_snip.snip.measure.probe import ProbeFailed
 from megatron_snip.train.build_model import build_pipeline
 from megatron_snip.train.setup import Parts
@@ -66,7 +66,7 @@ def preflight(config: Config, parts: Parts) -> None:
     for option in covering(options):
         for linear in parts.linears.values():
             linear.precision = option
-        run_pass()
+        run_pass(0, PLAIN)
         zero_grad()
     for name, linear in parts.linears.items():
         linear.precision = before[name]

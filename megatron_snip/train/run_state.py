@@ -7,9 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from torch.distributed.fsdp import FSDPModule
+
 from megatron_snip import runtime
-from megatron_snip.checkpoint.manifest import Damaged
+from megatron_snip.checkpoint.manifest import Damaged, naming
 from megatron_snip.checkpoint.saver import Saver
+from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.config import Config
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.train.health.guard import Guard
@@ -27,6 +31,7 @@ from megatron_snip.train.run.run_folder import (
     read_tensors,
     refuse_live_run_folder,
 )
+from megatron_snip.train.run.state_file import read_state
 from megatron_snip.train.setup import Parts, agree_on
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -96,7 +101,7 @@ class RunState:
             "optimizer_steps": self.parts.optimizer.steps,
             "scheduled_samples": self.parts.optimizer.samples,
             "nan_iterations": self.nan_iterations,
-            "divergence": vars(self.divergence),
+            "divergence": msgspec.to_builtins(self.divergence),
             "watch": self.watch.state(),
             "rerun": self.rerun.state(),
             "guard": self.guard.state() if self.guard else None,
@@ -164,3 +169,19 @@ class RunState:
         self.rerun.load_state(state["rerun"])
         if parts.coordinator is not None and state["snip"]:
             parts.coordinator.load_state(state["snip"])
+
+
+def go_back(parts: Parts, folder: Path, iteration: int) -> dict[str, Any]:
+    """Load weights and moments of a checkpoint into a running run; returns its state without a pending solve.
+
+    Raises UserError if it cannot be read.  Every rank must call it.
+    """
+    state = read_state(folder, iteration)
+    with naming(folder, iteration):
+        load_tensors(folder, iteration, parts.tensors())
+    for stage in parts.stages.values():
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # forward without backward, in a pipeline's validation, leaves old weights gathered
+    empty: dict[str, Any] = {"plan": None, "history": [], "predictions": None, "unwritten": {}}
+    return {**state, "snip": {**(state["snip"] or empty), "pending": None}}

@@ -70,7 +70,7 @@ def _height(t: TrainingConfig, spans: _Spans, samples: int) -> float:
 
 
 def decay_start(t: TrainingConfig) -> int | None:
-    """First iteration of WSD's final decay, the first whose rate is below the peak; None for other styles.
+    """The first iteration of WSD's final decay, where the rate falls below its peak; None for other styles.
 
     Does not foresee skipped updates, which shift the schedule.
     """

@@ -24,16 +24,16 @@ from megatron_snip.formats import ROW, format_names, get_format
 from megatron_snip.mesh import Mesh, build_mesh
 from megatron_snip.model.initial import draw_weights
 from megatron_snip.model.llama import LlamaStage
-from megatron_snip.model.spec import linear_shapes, spec_of
+from megatron_snip.model.spec import spec_of
 from megatron_snip.model.stages import stage_blocks
 from megatron_snip.quant import GEMMS, LINEAR_IMPLS, LinearPrecision, LinearShape, Sizes, check_linear, compiled_impl
 from megatron_snip.runtime import Runtime
 from megatron_snip.snip.coordinator import Coordinator, check_snip
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.updates import AdamSettings, Updates
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.final import Final
 from megatron_snip.snip.plan.options import device_options, read_choices, read_times
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.build_model import build_model, build_pipeline
 from megatron_snip.train.host_states import host_parameters
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan, read_memory_plan
@@ -208,7 +208,7 @@ def snip_shapes(config: Config, known: Sequence[LinearShape] | None = None) -> l
             name = option.replace("_", "-")
             found = value or "missing or 0"
             raise UserError(f"--{name} is {found}; give the model's shape with --load CKPT, --config FILE or options")
-    shapes, p = linear_shapes(config.model) if known is None else known, config.parallel
+    shapes, p = spec_of(config.model).linear_shapes(config.model) if known is None else known, config.parallel
     stages, pp = stage_blocks(1 + max(shape.block for shape in shapes), p), p.pipeline_model_parallel_size
     process = {block: stage % pp for stage, blocks in enumerate(stages) for block in blocks}
     shapes = [dataclasses.replace(shape, stage=process[shape.block]) for shape in shapes]

@@ -18,7 +18,7 @@ from megatron_snip.parallel.data import (
     sum_gradients_over_tp,
     sum_tied_gradients,
 )
-from megatron_snip.parallel.pipeline import BatchLike, Pipeline
+from megatron_snip.parallel.pipeline import Batch, Pipeline
 from megatron_snip.quant import PLAIN, LinearPrecision, StepContext
 from megatron_snip.snip.measure.probe import Pass, PassRunner
 from megatron_snip.snip.trial import TrialRunner
@@ -47,7 +47,7 @@ class Stepper:
         self.before_update: Callable[[], None] = lambda: None  # waits for readers of weights or moments
         self.local = (0.0, 0.0)  # of the last gradients: this rank's shares of the loss and the squared norm
         #: Applied to a step's first gradients before they count; `Rerun.validated` if reruns are on.
-        self.validate: Callable[[Pass, BatchLike, int], Pass] | None = None
+        self.validate: Callable[[Pass, Batch, int], Pass] | None = None
 
     def _sum(self, *shares: float) -> list[float]:
         """Sums over all ranks, in double precision."""
@@ -61,7 +61,7 @@ class Stepper:
         return share if self.mesh.tp.is_first else 0.0
 
     def gradients(
-        self, batch: BatchLike, iteration: int, context: StepContext = PLAIN, *, stop: bool = False
+        self, batch: Batch, iteration: int, context: StepContext = PLAIN, *, stop: bool = False
     ) -> tuple[Pass, bool]:
         """Compute the batch's gradients in place; returns the pass and whether any rank has `stop`."""
         stages = self.pipeline.stages.values()
@@ -76,9 +76,7 @@ class Stepper:
         clip = clip_coefficient(norm, self.config.training.clip_grad)
         return Pass(loss=loss, grad_norm=norm, clip=clip), stops > 0.0
 
-    def pass_runner(
-        self, batch: BatchLike, iteration: int, later: Callable[[int], BatchLike] | None = None
-    ) -> PassRunner:
+    def pass_runner(self, batch: Batch, iteration: int, later: Callable[[int], Batch] | None = None) -> PassRunner:
         """Runs the passes of a probe before this iteration; ``later(n)`` is the n-th batch after this one."""
 
         def run_pass(ahead: int = 0, context: StepContext = PLAIN) -> Pass:
@@ -87,7 +85,7 @@ class Stepper:
 
         return run_pass
 
-    def step(self, batch: BatchLike, iteration: int, *, stop: bool = False) -> StepResult:
+    def step(self, batch: Batch, iteration: int, *, stop: bool = False) -> StepResult:
         """Compute gradients, and update unless the loss or the gradient is not finite on any rank."""
         result, stop = self.gradients(batch, iteration, stop=stop)
         if self.validate is not None:
@@ -108,11 +106,11 @@ class Stepper:
         interval = self.config.logging.log_edq_interval
         return interval > 0 and iteration % interval == 0
 
-    def evaluate(self, batch: BatchLike, iteration: int, context: StepContext = PLAIN) -> float:
+    def evaluate(self, batch: Batch, iteration: int, context: StepContext = PLAIN) -> float:
         """Loss of a batch in nats per token, without gradients."""
         return self._sum(self._loss_share(self.pipeline.evaluate(batch, iteration, context)))[0]
 
-    def trial_runner(self, batch: BatchLike, iteration: int) -> TrialRunner:
+    def trial_runner(self, batch: Batch, iteration: int) -> TrialRunner:
         """Runs these sequences in a trial."""
 
         def run(context: StepContext = PLAIN) -> Tensor:
@@ -123,6 +121,6 @@ class Stepper:
 
         return run
 
-    def bf16_loss(self, batch: BatchLike, iteration: int) -> float:
+    def bf16_loss(self, batch: Batch, iteration: int) -> float:
         """`evaluate` with all linears in BF16."""
         return self.evaluate(batch, iteration, StepContext(precision=LinearPrecision.uniform("bf16")))

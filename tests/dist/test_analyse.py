@@ -9,7 +9,7 @@ import pytest
 
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.program import BUDGET_TOLERANCE
 from tests.dist.helpers.converting import analyse, analyse_unprobed, plan
 from tests.dist.helpers.harness import run_ranks
@@ -165,7 +165,7 @@ def test_the_measured_curve(analysed):
     assert measured["x"] == predicted["x"] == sorted(measured["x"]) and len(measured["x"]) == 9
     assert measured["x"][0] == 0.0 and measured["x"][-1] == 1.0 and min(measured["error_y"]["array"]) > 0
     half = Plan.load(out / "plan_50.json")
-    assert half.trial.tokens == 768 and half.trial.increase in [one["increase"] for one in half.trial.tried]
+    assert half.trial.tokens == 768 and half.trial.increase in [one.increase for one in half.trial.tried]
     assert len(half.trial.tried) == 9 and half.trial.name == "target 50%"
     assert "Measured on 768 tokens that the probe did not read." in said
     assert said.count("The curve ") == 1

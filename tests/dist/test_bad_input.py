@@ -16,7 +16,7 @@ import pytest
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetBuilder
 from megatron_snip.model.llama import LLAMA
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.setup import check
 from tests.dist.helpers.faults import PROGRAM, program
 from tests.dist.helpers.harness import CONTEXT

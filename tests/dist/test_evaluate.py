@@ -10,7 +10,7 @@ import pytest
 
 from megatron_snip.config import Config
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.report.evaluations import Evaluation
 from megatron_snip.train.setup import snip_shapes
 from tests.dist.helpers.converting import convert

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.dry_run.measure import measure_all
 from megatron_snip.train.dry_run.output import as_text
 from megatron_snip.train.run.metrics import read_metrics

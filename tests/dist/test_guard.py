@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.checkpoint.manifest import newest
 from megatron_snip.train.run.state_file import read_state
 from megatron_snip.train.run.metrics import metrics_file, read_metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_snip.quant import GEMMS
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.recipes import RECIPES
 from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.harness import run_ranks

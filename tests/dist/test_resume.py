@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.run.metrics import metrics_file, read_metrics
 from tests.dist.helpers.harness import end_ranks, run_ranks, start_ranks
 from tests.dist.helpers.kills import run_to_kill

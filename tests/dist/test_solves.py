@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.run.metrics import metrics_file, read_metrics
 from tests.dist.helpers.harness import run_ranks
 from tests.dist.helpers.solves import SOLVES, late_solves, solves_gone_wrong

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_snip.config import Config
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train import loop
 from megatron_snip.train.run.metrics import metrics_file, read_metrics
 from tests.dist.helpers.harness import run_ranks
@@ -37,7 +37,7 @@ def tried(folder, layout: dict, world: int) -> dict[str, tuple[float, float]]:
     assert len({tuple(row[key] for key in keys) for row in rows}) == 1, "every process has the same"
     plan = Plan.load(folder / "plans/iter_0000003.json")
     assert plan.trial is not None and plan.hash == rows[0]["snip/plan_hash"] and plan.trial.tokens == 2048
-    return {one["name"]: (one["increase"], one["error"]) for one in plan.trial.tried}
+    return {one.name: (one.increase, one.error) for one in plan.trial.tried}
 
 
 @pytest.mark.dist
@@ -54,7 +54,7 @@ def test_every_process_takes_the_same_largest_share(layout, tmp_path):
     assert len({tuple(row[key] for key in keys) for row in rows}) == 1, "every process has the same"
     plan = Plan.load(tmp_path / "plans/iter_0000003.json")
     assert plan.hash == rows[0]["snip/plan_hash"]
-    below = [one["name"] for one in plan.trial.tried if one["increase"] + 2 * one["error"] < 1e-3]
+    below = [one.name for one in plan.trial.tried if one.increase + 2 * one.error < 1e-3]
     shares = [float(name.removeprefix("target ").removesuffix("%")) for name in below]
     assert plan.trial.name == (f"target {max(shares):.4g}%" if shares else "target 0%")
 

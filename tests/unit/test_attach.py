@@ -15,7 +15,7 @@ from megatron_snip.attach import attach
 from megatron_snip.integrations.transformers import SnipCallback
 from megatron_snip.quant import LinearPrecision, RoundingKey, fake_quantize, name_stream, quantized_linear
 from megatron_snip.snip.measure.probe import ProbeFailed
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import loss_divergence
 from tests.dist.helpers.attached import tiny_llama, tokens_of
 

@@ -47,7 +47,7 @@ def test_a_plan_that_costs_what_was_predicted_is_returned(probed, monkeypatch):
     monkeypatch.setattr(Predictions, "total_loss_divergence", lambda self, linears: 1.0)
     plan = snip.solve(0.5, held_out=lambda: held_out(model))
     assert plan.linears == snip.solve(0.5).linears and plan.trial.name == "solver"
-    assert plan.trial.tokens == 2 * 127 and len(plan.trial.tried) == 1 and plan.trial.tried[0]["predicted"] == 1.0
+    assert plan.trial.tokens == 2 * 127 and len(plan.trial.tried) == 1 and plan.trial.tried[0].predicted == 1.0
 
 
 def test_a_trial_measures_the_plans_and_leaves_no_trace(probed, monkeypatch):
@@ -58,7 +58,7 @@ def test_a_trial_measures_the_plans_and_leaves_no_trace(probed, monkeypatch):
     state = torch.random.get_rng_state()
     plan = snip.solve(0.5, held_out=[lambda: held_out(model)], trials=4)
     assert torch.equal(torch.random.get_rng_state(), state) and snip.plan is None
-    assert [one["name"] for one in plan.trial.tried] == ["solver", "lowest", "layer_id"]
+    assert [one.name for one in plan.trial.tried] == ["solver", "lowest", "layer_id"]
     with torch.no_grad():
         plain = held_out(model)
         snip.apply(plan)
@@ -92,7 +92,7 @@ def test_the_largest_share_below_a_loss(probed, monkeypatch):
     plan = snip.solve(max_loss=0.055, granularity="linear", held_out=losses, trials=10)
     low = [name for name, precision in plan.linears.items() if str(precision) == "fp4"]
     assert len(low) == 5 and plan.trial.increase == pytest.approx(0.05)
-    assert [one["name"] for one in plan.trial.tried[:3]] == ["target 0%", "target 100%", "target 50%"]
+    assert [one.name for one in plan.trial.tried[:3]] == ["target 0%", "target 100%", "target 50%"]
     assert set(map(str, snip.solve(max_loss=1e-3, granularity="linear", held_out=losses).linears.values())) == {"fp8"}
     monkeypatch.setattr(Predictions, "total_loss_divergence", lambda self, linears: 1.0)
     assert set(map(str, snip.solve(max_loss=0.055, granularity="linear", held_out=losses).linears.values())) == {"fp8"}

@@ -1,7 +1,8 @@
-"""A linear implementation that runs each GEMM on the first backend of a list that can run it."""
+"""A linear implementation: Transformer Engine for whole linears where it can, else a backend for each GEMM."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 
 import torch
@@ -13,66 +14,90 @@ from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.group import Group, run_group
 from megatron_snip.quant.linears.operands import Backend, Backends, Casts, LinearCall, Sizes
 from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
+from megatron_snip.quant.linears.transformer_engine import TransformerEngine, missing
 
 _PLAIN = Emulated()  # for bf16; it multiplies the tensors themselves
 
 
 class ByGemm:
-    """Runs linears with a list of backends, best first.
+    """Runs each GEMM of a linear on the first of some backends that can run it.
 
-    A subclass may run some linears whole: `backends` returns none for them, and `run_whole` runs them.  Linears with an
-    observer must have backends, because the observer sees the operands of their GEMMs.
+    engine: formats to try with Transformer Engine first.  It runs the three GEMMs of a linear together, so the choice
+    is made per linear, from its formats, the device and its sizes.  Linears with an observer never run there, because
+    the observer sees the operands of their GEMMs.  asked: whether the user named Transformer Engine; ``runs`` then says
+    why it does not run a linear, even if it is not installed.
     """
 
-    compiles = True  # whether a compiled block may contain its linears
-
-    def __init__(self, *backends: Backend) -> None:
-        self._list = backends
+    def __init__(self, *backends: Backend, engine: Collection[str] = (), asked: bool = False) -> None:
+        self._list, self._asked = backends, asked
+        self._engine, self._engine_formats = TransformerEngine() if engine else None, {*engine, "bf16"}
+        #: Whether a compiled block may contain its linears.
+        self.compiles = not engine
         # cached, because every call of a linear asks
         self._chosen = cache(self._choose)
         #: Precision, device -> why it cannot run there, or None.
         self.refusal = cache(self._refuse)
+        #: Why Transformer Engine does not run a precision on a device at ``Sizes``, or None.
+        self._unfit = cache(self._why_not_whole)
 
     def _refuse(self, precision: LinearPrecision, device: torch.device) -> str | None:
         found = (self._first(getattr(precision, gemm), device) for gemm in GEMMS)
         return next((why for backend, why in found if backend is None), None)
 
     def backends(self, call: LinearCall, device: torch.device, *sizes: int) -> Backends:
-        """The backend for each GEMM of a linear of these ``Sizes``, or none if `run_whole` runs it.
+        """The backend for each GEMM of a linear of these ``Sizes``, or none if Transformer Engine runs this call.
 
-        Raises UserError if no backend of the list can run a GEMM.
+        If it does not, its copy of the weight is dropped, because the weight may change before it runs again.
+        Raises UserError if no backend can run a GEMM.
         """
+        if self._engine is not None:
+            if call.observer is None and self.runs_whole(call.precision, device, Sizes(*sizes)):
+                return {}
+            self._engine.forget(call.weight_casts)
         return self._chosen(call.precision, device, *sizes)
 
     def runs_whole(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> bool:
-        """Whether `run_whole` runs a linear without an observer, and therefore reads the weight itself."""
-        return False
+        """Whether Transformer Engine runs a linear without an observer, and therefore reads the weight itself."""
+        return self._engine is not None and self._unfit(precision, device, sizes) is None
 
     def __call__(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
         """x [..., K], w [N,K] of x.dtype or float32 -> y [..., N] of x.dtype, differentiable."""
         outputs, inputs = w.shape
         backends = self.backends(call, x.device, x.numel() // inputs, inputs, outputs)
-        if not backends:
-            return self.run_whole(x, w, call)
-        return run_group([x], [w], Group([call.on(backends)]))[0]
-
-    def run_whole(self, x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
-        """x [..., K], w [N,K] -> y [..., N], for linears that have no backends."""
-        raise NotImplementedError
+        if backends:
+            return run_group([x], [w], Group([call.on(backends)]))[0]
+        assert self._engine is not None
+        return self._engine(x, w, call)
 
     def kept_of_weight(self, casts: Casts) -> list[Tensor]:
         """Tensors made of the weight of these ``Casts`` that live for a whole step."""
-        return casts.tensors()
+        return [*casts.tensors(), *(() if self._engine is None else self._engine.kept_of_weight(casts))]
 
     def runs(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> dict[str, str]:
-        """Map each format to the name of what multiplies its GEMMs; if they are emulated, also say why."""
-        told = {}
-        for name in dict.fromkeys(getattr(precision, gemm) for gemm in GEMMS):
+        """Map each format to the name of what multiplies its GEMMs.
+
+        If they are emulated, it also says why, and if that may surprise, why Transformer Engine does not run them.
+        """
+        names, told = dict.fromkeys(getattr(precision, gemm) for gemm in GEMMS), dict[str, str]()
+        if self.runs_whole(precision, device, sizes):
+            return dict.fromkeys(names, "Transformer Engine")
+        for name in names:
             backend, why = self._first(name, device, sizes)
             assert backend is not None, "check_linear refuses this"
             reason = f" ({why})" if why and isinstance(backend, Emulated) else ""
             told[name] = "torch" if backend is _PLAIN else f"{backend.name}{reason}"
-        return told
+        if self._engine is None or [*names] == ["bf16"]:
+            return told
+        if not (self._asked or (missing(device) is None and self._engine_formats >= names.keys())):
+            return told
+        unfit = self._unfit(precision, device, sizes)
+        return {name: f"{who}; not Transformer Engine: {unfit}" for name, who in told.items()}
+
+    def _why_not_whole(self, precision: LinearPrecision, device: torch.device, sizes: Sizes) -> str | None:
+        assert self._engine is not None
+        if strange := {getattr(precision, gemm) for gemm in GEMMS} - self._engine_formats:
+            return f"it does not have {min(strange)} exactly"
+        return self._engine.unfit(precision, device, sizes)
 
     def _choose(self, precision: LinearPrecision, device: torch.device, *sizes: int) -> Backends:
         chosen = {}

@@ -187,7 +187,7 @@ def _wgrad(
     if call.observer is not None:
         assert x is not None
         product = None if product is None else cache(product)
-        call.observer.backward(Operands(x, w.to(g.dtype), g, call, grad_x, product))
+        call.observer(Operands(x, w.to(g.dtype), g, call, grad_x, product))
     return None if product is None else product()
 
 

@@ -17,7 +17,6 @@ from megatron_snip.quant.kernels.dispatch import ReduceAmax
 from megatron_snip.quant.linears.block_scaled import MX, NVFP4
 from megatron_snip.quant.linears.by_gemm import ByGemm
 from megatron_snip.quant.linears.emulated import Emulated
-from megatron_snip.quant.linears.engine_first import EngineFirst
 from megatron_snip.quant.linears.operands import REDUCTION_DIM, Casts, LinearCall, LinearObserver
 from megatron_snip.quant.linears.precision import LinearPrecision
 from megatron_snip.quant.linears.scaled_mm import Hopper, RowWise
@@ -26,11 +25,11 @@ from megatron_snip.quant.linears.transformer_engine import EXACT, FORMATS
 _BUILT_IN = Hopper(), MX(), NVFP4(), RowWise(), Emulated()  # every GEMM goes to the first that can run it
 #: Linear implementations by the name that ``quantized_linear``'s impl and --linear-impl take.
 LINEAR_IMPLS = {
-    "auto": EngineFirst(EXACT, *_BUILT_IN),
+    "auto": ByGemm(*_BUILT_IN, engine=EXACT),
     "emulated": ByGemm(Emulated()),
     "built_in": ByGemm(*_BUILT_IN),
     "scaled_mm": ByGemm(*_BUILT_IN[:-1]),
-    "transformer_engine": EngineFirst(FORMATS, *_BUILT_IN, asked=True),
+    "transformer_engine": ByGemm(*_BUILT_IN, engine=FORMATS, asked=True),
 }
 
 

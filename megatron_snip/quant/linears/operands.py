@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,11 +79,8 @@ class Backend(ABC):
 Backends = Mapping[str, Backend]
 
 
-class LinearObserver(Protocol):
-    """Sees a linear's unquantised operands."""
-
-    def backward(self, operands: Operands) -> None:
-        """Called once per backward, after dgrad's GEMM and before wgrad's."""
+#: Sees a linear's unquantised operands, once per backward, after dgrad's GEMM and before wgrad's.
+LinearObserver = Callable[["Operands"], None]
 
 
 class LinearCall(NamedTuple):

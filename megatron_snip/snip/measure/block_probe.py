@@ -59,7 +59,7 @@ class Failure:
 
 
 class BlockProbe:
-    """Measures a block's linears; ``observer(name)`` is passed to each linear.
+    """Measures a block's linears; ``see``, with its name, observes each linear.
 
     attend: None if no linear is of kind q, k or v.  own: whether it is the model's own attention, with the same bits.
     gather: all-gather over cp, local tokens of sequences [T, C] -> whole sequences [cp T, C]; None without cp.
@@ -86,10 +86,7 @@ class BlockProbe:
         # by the global row of a microbatch's first token, since several microbatches may be in flight
         self._shown: dict[int, dict[str, Shown | None]] = {}
 
-    def observer(self, name: str) -> _Observer:
-        """The observer of one linear."""
-        return _Observer(self, name)
-
+    @torch.no_grad()
     def see(self, name: str, operands: Operands) -> None:
         """Backward of one linear over one microbatch.  After a block's last linear, adds its squared token sums."""
         assert operands.call.key is not None, "the key tells the microbatch"
@@ -203,18 +200,6 @@ class BlockProbe:
             change = self.attend(*_replaced(q_k_v, place, q_k_v[place] + error), row0).sub_(read.read)
         # products are rounded to the compute dtype, which is negligible in a sum over thousands
         return change.mul_(read.read_grad).sum(dim=1, dtype=torch.float32)
-
-
-class _Observer:
-    """The `LinearObserver` of one linear."""
-
-    def __init__(self, block: BlockProbe, name: str) -> None:
-        self.block, self.name = block, name
-
-    def backward(self, operands: Operands) -> None:
-        """Called once per backward."""
-        with torch.no_grad():
-            self.block.see(self.name, operands)
 
 
 class _Counted:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.formats import get_format
-from megatron_snip.mesh import Axis
+from megatron_snip.mesh import Mesh
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape, Operands
 from megatron_snip.quant.kernels.dispatch import transformed
 from megatron_snip.quant.linears.matmul import matmul
@@ -38,20 +38,6 @@ _OF_AN_OPERAND = ("error", "nonzero", "underflow", "saturated")
 def row_step(out_features: int) -> int:
     """Step between the output channels of a weight whose wgrad error is measured; the same on every layout."""
     return max(1, out_features // ENOUGH_ROWS)
-
-
-@dataclass(frozen=True)
-class Place:
-    """How a linear is sharded: over tp by output channels (column-parallel) or input channels, and over shard.
-
-    dp_cp counts the ranks with the same weight, replicate those that update the same shard of it.
-    """
-
-    tp: Axis
-    dp_cp: Axis
-    replicate: Axis
-    shard: Axis
-    column_parallel: bool
 
 
 class Sums:
@@ -149,31 +135,34 @@ class Shown:
 class LinearProbe:
     """Accumulates the measurements of one linear in ``sums``; ``weight_error`` is E_w per format, in some rows.
 
+    split_dim: the dimension of the weight that tp splits, output channels (0) or input channels (1).
     Without ``updates``, only fprop's operands are cast and there is no E_w, which is most of the memory that a probe
     adds.
     """
 
     def __init__(
-        self, shape: LinearShape, formats: Sequence[str], place: Place, device: torch.device, *, updates: bool = True
-    ) -> None:
-        self.shape, self.formats, self.place, self.device = shape, list(formats), place, device
+        self, shape: LinearShape, formats: Sequence[str], mesh: Mesh, split_dim: int, device: torch.device,
+        *, updates: bool = True,
+    ) -> None:  # fmt: skip
+        self.shape, self.formats, self.device = shape, list(formats), device
+        self._replicate, self._shard = mesh.replicate, mesh.shard
         self.sums = Sums()
         self._alike = _casting_alike(self.formats)
         # along tp, a tensor is either replicated, and counted once, or sharded
-        once = 1.0 if place.tp.is_first else 0.0
-        column = place.column_parallel
+        once = 1.0 if mesh.tp.is_first else 0.0
+        column = split_dim == 0
         # a weight is the same on all of dp and cp and in every microbatch
         self._share = {
             "input": once if column else 1.0,
-            "weight": 1.0 / place.dp_cp.size,
+            "weight": 1.0 / mesh.dp_cp.size,
             "grad_output": 1.0 if column else once,
         }
         self._seen = False
         self._nonzero: dict[str, Tensor] = {}
-        n = shape.out_features // (place.tp.size if column else 1)
-        k = shape.in_features // (1 if column else place.tp.size)
+        n = shape.out_features // (mesh.tp.size if column else 1)
+        k = shape.in_features // (1 if column else mesh.tp.size)
         self._step = row_step(shape.out_features)
-        first = -(place.tp.rank * n if column else 0) % self._step
+        first = -(mesh.tp.rank * n if column else 0) % self._step
         self._rows = range(first, n, self._step)  # among this rank's output channels
         self._local_rows = n
         # allocated now, so that a lack of memory shows before the pass starts
@@ -316,7 +305,7 @@ class LinearProbe:
 
     def add_updates(self, updates: Updates, clip: float) -> None:
         """Add the squared update and its change by E_w, which by now is summed over microbatches, dp and cp."""
-        share, shard = 1.0 / self.place.replicate.size, self.place.shard
+        share, shard = 1.0 / self._replicate.size, self._shard
         whole = updates.changes(self.shape.name, [], clip)[0]
         self.sums.add("update", whole, share)
         here = -(-self._local_rows // shard.size)  # FSDP2 shards rows like torch.chunk

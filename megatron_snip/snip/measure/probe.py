@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from megatron_snip.formats import get_format
 from megatron_snip.mesh import Mesh
-from megatron_snip.quant import PLAIN, LinearObserver, LinearPrecision, LinearShape, StepContext
+from megatron_snip.quant import LinearObserver, LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.measure.block_probe import Attend, BlockProbe, Failure
-from megatron_snip.snip.measure.linear_probe import LinearProbe, Place, names_of_sums
+from megatron_snip.snip.measure.linear_probe import LinearProbe, names_of_sums
 from megatron_snip.snip.measure.statistics import Floats, Statistics
 from megatron_snip.snip.measure.updates import Updates
 
@@ -46,12 +47,9 @@ class Pass:
     tokens: int | None = None  # 1 / weight of a local token in the loss, if that is not 1 / Probe.tokens
 
 
-class PassRunner(Protocol):
-    """Runs one of the next batches forward and backward and leaves its gradients."""
-
-    def __call__(self, ahead: int = 0, context: StepContext = PLAIN) -> Pass:
-        """``ahead``: 0 for the next batch, 1 for the one after.  context: settings of the pass except the iteration."""
-        ...
+#: Runs the next batch (0), or the n-th after it, forward and backward, and leaves its gradients.  The context has the
+#: settings of the pass except the iteration.
+PassRunner = Callable[[int, StepContext], Pass]
 
 
 class Probe:
@@ -64,7 +62,7 @@ class Probe:
         *,
         shapes: Sequence[LinearShape],
         formats: Iterable[str],
-        updates: Updates,
+        updates: Updates | None = None,
         mesh: Mesh,
         tokens: int,
         device: torch.device,
@@ -145,26 +143,19 @@ class Probe:
 
     def _agree(self, failure: Failure) -> None:
         """Raise ProbeFailed on every rank if any rank failed.  Every rank must call it."""
-        texts: list[str | None] = [failure.text]
         if self.mesh.world_size > 1:
             failed = torch.tensor([float(bool(failure.text))], device=self.device)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.mesh.world)
             if not failed.item():
                 return
-            texts = [None] * self.mesh.world_size
-            dist.all_gather_object(texts, failure.text, group=self.mesh.world)
-        if not any(texts):
-            return
-        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-        raise ProbeFailed(f"the probe failed on rank {rank}: {text}")
+        rank, text = self.mesh.first_problem(failure.text)
+        if text:
+            raise ProbeFailed(f"the probe failed on rank {rank}: {text}")
 
     def _make_probes(self, updates: bool) -> dict[str, LinearProbe]:
-        shapes, mesh = {shape.name: shape for shape in self.shapes}, self.mesh
-        places = {
-            dim: Place(mesh.tp, mesh.dp_cp, mesh.replicate, mesh.shard, column_parallel=dim == 0) for dim in (0, 1)
-        }
+        shapes = {shape.name: shape for shape in self.shapes}
         return {
-            name: LinearProbe(shapes[name], self.formats, places[linear.split_dim], self.device, updates=updates)
+            name: LinearProbe(shapes[name], self.formats, self.mesh, linear.split_dim, self.device, updates=updates)
             for name, linear in self.linears.items()
         }
 
@@ -182,7 +173,7 @@ class Probe:
                 mine, attend, self.mesh.tp, failure,
                 own=self.own_attends, cp=self.mesh.cp, gather=self.gather, progress=self.progress,
             )  # fmt: skip
-            observers |= {name: together.observer(name) for name in mine}
+            observers |= {name: partial(together.see, name) for name in mine}
         return StepContext(precision=LinearPrecision.uniform("bf16"), observers=observers)
 
     def _sum_weight_errors(self, probes: Iterable[LinearProbe]) -> None:
@@ -192,6 +183,7 @@ class Probe:
                 dist.all_reduce(error, group=self.mesh.dp_cp.group)
 
     def _add_updates(self, probes: Iterable[LinearProbe], clip: float) -> None:
+        assert self.updates is not None, "nobody asks a probe without an optimiser for updates"
         for probe in probes:
             probe.add_updates(self.updates, clip)
             probe.weight_error.clear()

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import shown
-from megatron_snip.files.json import Count, JsonFileError, Text, check_version, checked, read_json, write_atomic
+from megatron_snip.files.json import Count, JsonFileError, Text, checked, in_file, read_json, write_atomic
 from megatron_snip.quant import KINDS, LinearShape
 
 Floats = NDArray[np.float64]
@@ -159,14 +159,11 @@ class Statistics:
         values = read_json(path, "statistics", _WAY_OUT)
         if "solver" in values:
             raise UserError(f"{path}: this is a plan, not statistics; give the file that it was made from")
-        try:
-            check_version(values, VERSION)
-            found = checked(values, _File)
+        with in_file(path, _WAY_OUT):
+            found = checked(values, _File, version=VERSION)
             if len(set(found.columns)) < len(found.columns):
                 raise JsonFileError("field columns names a column twice")
             rows = [_row(name, entry, len(found.columns)) for name, entry in found.linears.items()]
-        except JsonFileError as error:
-            raise UserError(f"{path}: {error}; {_WAY_OUT}") from None
         if not rows:
             raise UserError(f"{path}: field linears is empty; {_WAY_OUT}")
         shapes, numbers = tuple(shape for shape, _ in rows), np.array([row for _, row in rows], np.float64)

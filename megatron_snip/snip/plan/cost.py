@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import shown
-from megatron_snip.files.json import Count, JsonFileError, Text, check_version, checked, read_json, write_atomic
+from megatron_snip.files.json import Count, JsonFileError, Text, checked, in_file, read_json, write_atomic
 from megatron_snip.formats import format_names, get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 
@@ -134,9 +134,8 @@ class GemmTimes:
     def load(cls, path: str | Path) -> GemmTimes:
         """Read a file from ``save``, or a handwritten one.  Raises UserError with file, field and way out."""
         values = read_json(path, "table of GEMM times", _WAY_OUT)
-        try:
-            check_version(values, VERSION)
-            found = checked(values, _File)
+        with in_file(path, _WAY_OUT):
+            found = checked(values, _File, version=VERSION)
             times, shapes = _table(found.times, "times"), {}
             for shape, entry in found.shapes.items():
                 if not re.fullmatch(r"[1-9]\d{0,8}x[1-9]\d{0,8}", shape):
@@ -144,8 +143,6 @@ class GemmTimes:
                 shapes[shape] = _table(entry, f"shapes.{shape}")
                 if unknown := sorted(shapes[shape].keys() - {"bf16", *times}):
                     raise JsonFileError(f"field shapes.{shape} has format {unknown[0]}, which times lacks")
-        except JsonFileError as error:
-            raise UserError(f"{path}: {error}; {_WAY_OUT}") from None
         return cls(found.hardware, times, shapes, found.about)
 
     @classmethod
@@ -288,15 +285,15 @@ def achieved(
     """Savings of a whole assignment, at most 1.  ``precisions`` must name every linear of ``shapes``."""
     if not shapes:
         return 0.0
-    return float(_chosen(efficiency, shapes, precisions, measure, times).sum())
+    return float(entries(efficiency, shapes, precisions, measure, times).sum())
 
 
 def by_stage(
     shapes: Sequence[LinearShape], precisions: Mapping[str, LinearPrecision], times: GemmTimes = NOMINAL
 ) -> dict[int, tuple[float, float]]:
     """Stage -> (FP4's share of its linears' FLOPs, its modelled time relative to the whole model in BF16)."""
-    share = _chosen(efficiency, shapes, precisions, "fp4", NOMINAL)
-    taken = _chosen(modelled_time, shapes, precisions, times)
+    share = entries(efficiency, shapes, precisions, "fp4", NOMINAL)
+    taken = entries(modelled_time, shapes, precisions, times)
     flops, stage = gemm_flops(shapes).sum(axis=1), stages(shapes)
     whole = flops / flops.sum()
     return {
@@ -305,7 +302,7 @@ def by_stage(
     }
 
 
-def _chosen(
+def entries(
     matrix: Callable[..., Floats],
     shapes: Sequence[LinearShape],
     precisions: Mapping[str, LinearPrecision],

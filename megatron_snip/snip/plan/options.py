@@ -89,24 +89,22 @@ def measure_of(options: Sequence[LinearPrecision], unit: str = "auto") -> str:
 
 def device_options(words: str, device: torch.device) -> str:
     """--snip-options with auto and recipes resolved for a device."""
-    if words not in ("auto", RECIPES_WORD):
-        return words
     try:
         for name in BLOCK_SCALED.split(","):
             check_linear("scaled_mm", LinearPrecision.uniform(name), device)
     except ValueError:
-        return AUTO if words == "auto" else f"{RECIPES_WORD}:hopper"
-    return BLOCK_SCALED if words == "auto" else f"{RECIPES_WORD}:blackwell"
+        return _resolved(words, blackwell=False)
+    return _resolved(words, blackwell=True)
 
 
 def measured_options(words: str, formats: Iterable[str]) -> str:
     """--snip-options with auto and recipes resolved from the formats in statistics."""
-    if words not in ("auto", RECIPES_WORD):
-        return words
-    blackwell = set(BLOCK_SCALED.split(",")) <= set(formats)
-    if words == "auto":
-        return BLOCK_SCALED if blackwell else AUTO
-    return f"{RECIPES_WORD}:{'blackwell' if blackwell else 'hopper'}"
+    return _resolved(words, blackwell=set(BLOCK_SCALED.split(",")) <= set(formats))
+
+
+def _resolved(words: str, *, blackwell: bool) -> str:
+    recipes = f"{RECIPES_WORD}:{'blackwell' if blackwell else 'hopper'}"
+    return {"auto": BLOCK_SCALED if blackwell else AUTO, RECIPES_WORD: recipes}.get(words, words)
 
 
 def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
@@ -117,7 +115,7 @@ def read_choices(snip: SnipConfig, shapes: Sequence[LinearShape]) -> Choices:
     Raises UserError for unknown formats, for fixes that match nothing, conflict or split a tie, and for granularity
     fused if no linears read the same input.
     """
-    words = {"auto": AUTO, RECIPES_WORD: f"{RECIPES_WORD}:hopper"}.get(snip.snip_options, snip.snip_options)
+    words = _resolved(snip.snip_options, blackwell=False)
     try:
         if is_recipes(words):
             free = recipe_options(words, measured=snip.snip_weight > 0)

@@ -35,8 +35,8 @@ from megatron_snip.files.json import (
     PlanHash,
     Share,
     Text,
-    check_version,
     checked,
+    in_file,
     read_json,
     write_atomic,
 )
@@ -63,22 +63,8 @@ class SolverRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 UNSOLVED = SolverRecord("none", 0.0, 0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class TrialRecord:
-    """Measurements of a plan in a trial, under ``name``: loss above BF16's and its standard error, in nats.
-
-    tried: name, increase, error and predicted increase of every plan in the trial; None if unknown or not finite.
-    """
-
-    name: str
-    increase: float
-    error: float
-    tokens: int
-    tried: tuple[Mapping[str, Any], ...] = ()
-
-
-class _Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan of a trial, in a file."""
+class TriedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan of a trial: its measured and predicted increase of the loss; None if unknown or not finite."""
 
     name: Text
     increase: Finite | None
@@ -86,14 +72,22 @@ class _Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     predicted: Finite | None
 
 
-class _Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`TrialRecord` in a file."""
+class TrialRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measurements of a plan in a trial, under ``name``: loss above BF16's and its standard error, in nats.
+
+    tried: every plan in the trial.
+    """
 
     name: Text
     increase: Finite
     error: Finite
     tokens: Count
-    tried: list[_Tried]
+    tried: list[TriedRecord]
+
+    @property
+    def taken(self) -> TriedRecord:
+        """The record of the plan that was taken."""
+        return next(one for one in reversed(self.tried) if one.name == self.name)
 
 
 class _Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,7 +111,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash: PlanHash
     gemm_times: Text
     target_unit: Text
-    trial: _Trial | None
+    trial: TrialRecord | None
 
 
 @dataclass(frozen=True)
@@ -155,14 +149,19 @@ class Plan:
 
     @classmethod
     def by_hand(
-        cls, linears: Mapping[str, LinearPrecision], shapes: Sequence[LinearShape], *, iteration: int = 0
+        cls,
+        linears: Mapping[str, LinearPrecision],
+        shapes: Sequence[LinearShape],
+        *,
+        iteration: int = 0,
+        objective: str = "by hand",
     ) -> Plan:
         """A plan from given precisions for the linears of ``shapes``; target and achieved are their savings.
 
-        Raises UserError if the names do not match.
+        objective: its origin.  Raises UserError if the names do not match.
         """
         saved = cls(iteration, linears).fp4_share(shapes)
-        return cls(iteration, linears, "by hand", saved, saved)
+        return cls(iteration, linears, objective, saved, saved)
 
     @property
     def hash(self) -> str:
@@ -186,19 +185,18 @@ class Plan:
             "hash": self.hash,
             "gemm_times": self.gemm_times,
             "target_unit": self.target_unit,
-            "trial": {**vars(self.trial), "tried": list(self.trial.tried)} if self.trial else None,
+            "trial": msgspec.to_builtins(self.trial),
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "plan") -> Plan:
         """The plan from ``to_dict``.  Raises UserError with ``source``, the field and the way out."""
-        try:
+        with in_file(source, _WAY_OUT):
             if "columns" in values:
                 raise JsonFileError("this is a statistics file, not a plan")
             if "frontier" in values:
                 raise JsonFileError("this is a table of plans, not a plan")
-            check_version(values, VERSION)
-            found = checked(values, _File)
+            found = checked(values, _File, version=VERSION)
             if found.target_unit not in MEASURES.values():
                 raise JsonFileError(
                     f"field target_unit is {found.target_unit!r}, but must be one of {', '.join(MEASURES.values())}"
@@ -212,15 +210,13 @@ class Plan:
                 solver=found.solver,
                 gemm_times=found.gemm_times,
                 target_unit=found.target_unit,
-                trial=_trial(found.trial) if found.trial else None,
+                trial=found.trial,
             )
             if plan.hash != found.hash:
                 raise JsonFileError(
                     f"field hash is {found.hash!r}, but iteration and linears give {plan.hash!r}: "
                     "the file was changed by hand or is damaged"
                 )
-        except JsonFileError as error:
-            raise UserError(f"{source}: {error}; {_WAY_OUT}") from None
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -295,11 +291,6 @@ def build_plan(
     record = SolverRecord(solution.status, solution.objective, solution.bound, solution.gap, round(solution.seconds, 6))
     share = achieved(shapes, linears)
     return Plan(iteration, linears, objective, float(target), share, record, gemm_times, MEASURES[measure])
-
-
-def _trial(found: _Trial) -> TrialRecord:
-    tried = tuple(msgspec.structs.asdict(one) for one in found.tried)
-    return TrialRecord(found.name, found.increase, found.error, found.tokens, tried)
 
 
 def _precision(name: str, entry: Any) -> LinearPrecision:

@@ -13,12 +13,12 @@ were not finite.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_snip.files.json import Text
 from megatron_snip.formats import get_format
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.statistics import Statistics
@@ -50,15 +50,14 @@ def by_format(stats: Statistics, kind: str, formats: Sequence[str]) -> Floats:
     return np.stack([column + bad for column in columns], axis=1)
 
 
-@dataclass(frozen=True, eq=False)
-class Predictions:
+class Predictions(msgspec.Struct, frozen=True, eq=False, forbid_unknown_fields=True):
     """dL in nats and rho^2 of every linear with finite statistics: linear -> format -> value.
 
     dL depends on the format of a linear's fprop, rho^2 on that of its wgrad.  None means not measured.
     """
 
-    loss: Mapping[str, Mapping[str, float]]
-    weight: Mapping[str, Mapping[str, float]]
+    loss: dict[Text, dict[Text, float]]
+    weight: dict[Text, dict[Text, float]]
 
     @classmethod
     def of(cls, stats: Statistics) -> Predictions:
@@ -87,15 +86,6 @@ class Predictions:
     def total_weight_divergence(self, linears: Mapping[str, LinearPrecision]) -> float | None:
         """Sum of rho^2 over a plan's linears; None as above."""
         return _total([self.weight_divergence(n, p) for n, p in linears.items() if n in self.weight])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values for a checkpoint."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Predictions:
-        """The predictions from ``to_dict``."""
-        return cls(values["loss"], values["weight"])
 
 
 def _total(values: Sequence[float | None]) -> float | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,14 +124,6 @@ def _operand_errors(inputs: ObjectiveInputs, *, relative: bool) -> Floats:
     return result
 
 
-def _abs_err(inputs: ObjectiveInputs) -> Floats:
-    return _operand_errors(inputs, relative=False)
-
-
-def _rel_err(inputs: ObjectiveInputs) -> Floats:
-    return _operand_errors(inputs, relative=True)
-
-
 def _rule(rank: Callable[[Sequence[LinearShape], int], Floats]) -> Callable[[ObjectiveInputs], Floats]:
     def compute(inputs: ObjectiveInputs) -> Floats:
         lost = efficiency(inputs.shapes, inputs.options, "time")  # share of all FLOPs * bits lost, 0..1 for FP4
@@ -167,8 +160,8 @@ def layer_type_ranks(shapes: Sequence[LinearShape], seed: int) -> Floats:
 
 OBJECTIVES: Mapping[str, Objective] = {
     "snip": Objective(_snip),
-    "abs_err": Objective(_abs_err, needs_operands=True),
-    "rel_err": Objective(_rel_err, needs_operands=True),
+    "abs_err": Objective(partial(_operand_errors, relative=False), needs_operands=True),
+    "rel_err": Objective(partial(_operand_errors, relative=True), needs_operands=True),
     "random": Objective(_rule(random_ranks), needs_stats=False),
     "layer_id": Objective(_rule(layer_id_ranks), needs_stats=False),
     "layer_type": Objective(_rule(layer_type_ranks), needs_stats=False),

@@ -23,8 +23,8 @@ from megatron_snip.quant.linears import block_scaled, matmul, scaled_mm
 from megatron_snip.quant.linears.operands import Backend
 from megatron_snip.quant.linears.precision import GEMMS
 from megatron_snip.snip.measure import updates
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import device_options
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.setup import precisions_of
 
 _BACKENDS: dict[str, tuple[type[Backend], ...]] = {

@@ -20,34 +20,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
-from megatron_snip.checkpoint.manifest import Damaged, check, naming
-from megatron_snip.checkpoint.storage import load_tensors
+from megatron_snip.checkpoint.manifest import Damaged, check
+from megatron_snip.files.json import Samples, Text
 from megatron_snip.mesh import Mesh
 from megatron_snip.snip.coordinator import Coordinator
 from megatron_snip.snip.fallback import base_plan, plan_before
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.health.loss_spikes import LossWatch
-from megatron_snip.train.run.state_file import read_state
-from megatron_snip.train.setup import Parts
 
 Metrics = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One step of the guard, reported in metrics at the iteration where it takes effect."""
 
-    kind: str  # plan, base, checkpoint or none
-    iteration: int  # after which it was taken
-    why: str
-    checkpoint: int | None = None  # the iteration of the checkpoint
+    kind: Literal["plan", "base", "checkpoint", "none"]
+    iteration: Samples  # after which it was taken
+    why: Text
+    checkpoint: Samples | None = None  # the iteration of the checkpoint
 
     @property
     def text(self) -> str:
@@ -89,7 +85,7 @@ class Guard:
     def state(self) -> dict[str, Any]:
         """State for a checkpoint."""
         names = ("broke", "in_a_row", "level", "plan", "blamed", "saved", "rewound_to", "steps")
-        return {**{name: getattr(self, name) for name in names}, "due": asdict(self.due) if self.due else None}
+        return {**{name: getattr(self, name) for name in names}, "due": msgspec.to_builtins(self.due)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore `state`."""
@@ -129,7 +125,7 @@ class Guard:
             return None
         why = f"broken since iteration {self.broke}, loss {loss:.6g}, gradient norm {grad_norm:.6g}"
         self.due = step = self._next(iteration, why)
-        self.steps.append(asdict(step))
+        self.steps.append(msgspec.to_builtins(step))
         return step
 
     def _next(self, iteration: int, why: str) -> Step:
@@ -137,7 +133,8 @@ class Guard:
         self.in_a_row = 0
         if self.plan:
             self.blamed.append(self.plan)
-        for level, kind in ((1, "plan"), (2, "base")):
+        kinds: tuple[Literal["plan", "base"], ...] = ("plan", "base")
+        for level, kind in enumerate(kinds, 1):
             if self.level < level and self._plan(kind, iteration + 1) is not None:
                 self.level = level
                 return Step(kind, iteration, why)
@@ -183,19 +180,3 @@ class Guard:
         """Update the guard after a return to a checkpoint; the step remains to be reported."""
         self.saved = [one for one in self.saved if one <= iteration]
         self.rewound_to, self.broke, self.in_a_row, self.level = iteration, None, 0, 2
-
-
-def go_back(parts: Parts, folder: Path, iteration: int) -> dict[str, Any]:
-    """Load weights and moments of a checkpoint into a running run; returns its state without a pending solve.
-
-    Raises UserError if it cannot be read.  Every rank must call it.
-    """
-    state = read_state(folder, iteration)
-    with naming(folder, iteration):
-        load_tensors(folder, iteration, parts.tensors())
-    for stage in parts.stages.values():
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # forward without backward, in a pipeline's validation, leaves old weights gathered
-    empty: Metrics = {"plan": None, "history": [], "predictions": None, "unwritten": {}}
-    return {**state, "snip": {**(state["snip"] or empty), "pending": None}}

@@ -26,12 +26,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip import runtime
 from megatron_snip.parallel.data import is_copy, local_gradients
-from megatron_snip.parallel.pipeline import BatchLike
+from megatron_snip.parallel.pipeline import Batch
 from megatron_snip.runtime import SuspectDevice
 from megatron_snip.snip.measure.probe import Pass
 from megatron_snip.train.health.loss_spikes import LossWatch
@@ -75,11 +74,11 @@ def bits_sum(tensor: Tensor) -> int:
 
 
 def suspects(found: Sequence[Found]) -> tuple[list[int], str]:
-    """Ranks of which one computed wrongly, and the evidence; none if all results are equal.
+    """The ranks that may have computed wrongly, and the evidence; none if all results are equal.
 
-    Limited to what each rank keeps of the first pass.  A wrong loss points to its replica, all of whose ranks
-    contribute.  If losses agree, the fault was in backward, on the rank whose difference is nearest to the loss; the
-    others inherit it.  Data parallelism reduces gradients before they are compared, so they cannot tell replicas apart.
+    It knows only what each rank keeps of the first pass.  If a replica's losses differ, any of its ranks may be at
+    fault.  If they agree, the fault was in backward, on the rank with the difference nearest to the loss; the others
+    inherit it.  Data parallelism reduces gradients before they are compared, so they cannot tell replicas apart.
     """
     replicas = {one.dp for one in found if one.first.share != one.second.share}
     if replicas:
@@ -109,7 +108,7 @@ class Rerun:
         by_bits = stepper.pipeline.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         self.by_bits = by_bits  # whether results that differ only in bits count as different
 
-    def validated(self, first: Pass, batch: BatchLike, iteration: int) -> Pass:
+    def validated(self, first: Pass, batch: Batch, iteration: int) -> Pass:
         """The pass that counts, with its gradients in place.  Raises SuspectDevice on all ranks if neither is good."""
         if not self.watch.suspicious(first.loss, first.grad_norm):
             return first
@@ -162,16 +161,13 @@ class Rerun:
         sums.sort(key=lambda found: found[0])
         return LocalResult(struct.pack("d", share), struct.pack("d", square), tuple(sums))
 
-    def _gather(self, first: LocalResult, batch: BatchLike) -> list[Found]:
+    def _gather(self, first: LocalResult, batch: Batch) -> list[Found]:
         """All ranks' results, by rank.  Every rank must call it."""
         mesh, host = self.stepper.mesh, socket.gethostname()
         places = (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank)
-        mine = Found(host, *places, first, self._local_result(), self._worst_microbatch(batch))
-        everyone: list[Any] = [None] * mesh.world_size
-        dist.all_gather_object(everyone, mine, group=mesh.world)
-        return everyone
+        return mesh.gathered(Found(host, *places, first, self._local_result(), self._worst_microbatch(batch)))
 
-    def _worst_microbatch(self, batch: BatchLike) -> tuple[float, int, int]:
+    def _worst_microbatch(self, batch: Batch) -> tuple[float, int, int]:
         """This rank's microbatch with the largest loss; one that is not finite ranks above all others."""
         losses = self.stepper.pipeline.losses
         if not losses:

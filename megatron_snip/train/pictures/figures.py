@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megatron_snip.formats import get_format
 from megatron_snip.model.spec import linear_place
 from megatron_snip.quant import GEMMS, KINDS
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 
 Figure = dict[str, Any]
 Curve = tuple[Sequence[int], Sequence[float]]

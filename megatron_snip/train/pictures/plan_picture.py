@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron_snip.quant import GEMMS
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.pictures.figures import Grid, colours_of
 
 Axes = Any  # matplotlib is not checked by mypy

@@ -12,63 +12,42 @@ or the path of a Hugging Face folder.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from megatron_snip.files.json import Count, JsonFileError, Text, check_version, checked, read_json, write_json
+from megatron_snip.files.json import Count, Text, checked, in_file, read_json, write_json
+from megatron_snip.train.report.run_summary import noted
 
 _WAY_OUT = "evaluate the checkpoint again, or move the file away"
 #: Metric -> (value, standard error or None).
-Scores = Mapping[str, tuple[float, float | None]]
+Scores = dict[Text, tuple[float, float | None]]
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of scores.  Scores are checked one by one, so that errors name them."""
-
-    version: Count
-    iteration: Count
-    model: Text
-    scores: dict[Text, Any]
-
-
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Scores of one checkpoint: precision of the forward -> task -> metric -> (value, standard error)."""
 
-    iteration: int
-    scores: dict[str, dict[str, Scores]] = field(default_factory=dict)
-    model: str = ""
+    iteration: Count
+    scores: dict[Text, dict[Text, Scores]] = {}
+    model: Text = ""
+    version: Count = 1
 
     @classmethod
     def load(cls, path: Path) -> Evaluation:
         """Read a file from ``save``.  Raises UserError for anything else."""
         values = read_json(path, "evaluation", _WAY_OUT)
-        try:
-            check_version(values, 1)
-            found = checked(values, _File)
-            scores: dict[str, dict[str, Scores]] = {
-                precision: {
-                    task: checked(metrics, dict[Text, tuple[float, float | None]], f"scores.{precision}.{task}")
-                    for task, metrics in checked(tasks, dict[Text, Any], f"scores.{precision}").items()
-                }
-                for precision, tasks in found.scores.items()
-            }
-        except JsonFileError as error:
-            raise JsonFileError(f"{path}: {error}; {_WAY_OUT}") from None
-        return cls(found.iteration, scores, found.model)
+        with in_file(path, _WAY_OUT):
+            return checked(values, cls, version=1)
 
     def save(self, path: Path) -> None:
         """Write the file, atomically."""
-        values = {"version": 1, "iteration": self.iteration, "model": self.model, "scores": self.scores}
-        write_json(path, values)
+        write_json(path, msgspec.to_builtins(self))
 
     def with_scores(self, precision: str, tasks: Mapping[str, Scores]) -> Evaluation:
         """A copy with further measurements."""
-        scores = {**self.scores, precision: {**self.scores.get(precision, {}), **dict(tasks)}}
-        return replace(self, scores=scores)
+        scores = {**self.scores, precision: {**self.scores.get(precision, {}), **tasks}}
+        return msgspec.structs.replace(self, scores=scores)
 
     def row(self, precision: str) -> dict[str, Any]:
         """Row for wandb and TensorBoard: ``evaluation/<precision>/<task>/<metric>``, with plans named without hash."""
@@ -87,13 +66,8 @@ def evaluation_file(run_dir: Path, iteration: int) -> Path:
 
 def read_evaluations(run_dir: Path, notes: list[str]) -> list[Evaluation]:
     """All evaluations of a run folder, by iteration.  Unreadable files are added to the notes."""
-    found = []
-    for path in sorted(run_dir.glob("evaluations/iter_*.json")):
-        try:
-            found.append(Evaluation.load(path))
-        except ValueError as error:
-            notes.append(str(error))
-    return sorted(found, key=lambda evaluation: evaluation.iteration)
+    found = [noted(notes, Evaluation.load, path) for path in sorted(run_dir.glob("evaluations/iter_*.json"))]
+    return sorted((one for one in found if one is not None), key=lambda evaluation: evaluation.iteration)
 
 
 def shown(value: float, error: float | None) -> str:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from megatron_snip.formats import get_format
 from megatron_snip.model.flops import parameters
 from megatron_snip.quant import GEMMS, LinearPrecision
-from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.cost import gemm_time
+from megatron_snip.snip.plan.cost import entries, gemm_time
 from megatron_snip.snip.plan.options import read_times
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.memory_plan.plan_file import FILE, MemoryPlan
-from megatron_snip.train.report.run_summary import Curve, Run
+from megatron_snip.train.report.run_summary import Curve, Run, noted
 from megatron_snip.train.setup import snip_shapes
 
 #: The last iterations whose mean is compared: a tenth of the common ones, and at least so many.
@@ -53,10 +51,7 @@ def headline(run: Run) -> list[tuple[str, str]]:
 
 
 def _memory_plan(run: Run) -> str:
-    try:
-        plan = MemoryPlan.load(run.path / FILE)
-    except ValueError as error:
-        run.notes.append(str(error))
+    if (plan := noted(run.notes, MemoryPlan.load, run.path / FILE)) is None:
         return "unreadable"
     peak = max((rank.peak for rank in plan.ranks), default=0) / 2**30
     made = f"; predicted peak {peak:.1f} of {plan.memory_gib:.1f} GiB" if plan.memory_gib and peak else ""
@@ -70,9 +65,10 @@ def verdict(run: Run) -> str:
         return ""
     said = [f"{plan.achieved:.1%} of the linears' FLOPs are in FP4 under the last plan."]
     if (trial := plan.trial) is not None:
-        one = next(each for each in reversed(trial.tried) if each["name"] == trial.name)
-        if one["increase"] is not None:
-            said.append(f"In its trial this cost {nats(one['increase'], one['error'])}{_predicted(one)}.")
+        one = trial.taken
+        if one.increase is not None:
+            predicted = "" if one.predicted is None else f"; the probe predicted {number(one.predicted)}"
+            said.append(f"In its trial this cost {nats(one.increase, one.error)}{predicted}.")
     key = "snip/measured_loss_divergence"
     mine = [row for row in run.metrics if row.get("snip/plan_hash") == plan.hash and row.get(f"{key}_mean") is not None]
     if mine:
@@ -85,10 +81,6 @@ def verdict(run: Run) -> str:
     return " ".join(said)
 
 
-def _predicted(one: Mapping[str, Any]) -> str:
-    return "" if one.get("predicted") is None else f"; the probe predicted {number(one['predicted'])}"
-
-
 def _faster(run: Run, plan: Plan) -> str:
     """How much faster the linears' GEMMs are than in FP8, by the run's GEMM times; "" if these are not known."""
     if run.config is None:
@@ -99,9 +91,7 @@ def _faster(run: Run, plan: Plan) -> str:
         bits = {name: get_format(name).element_bits for name in formats}
         base = next((name for name in sorted(bits) if bits[name] == 8), "bf16")
         uniform = float(gemm_time(shapes, [LinearPrecision.uniform(base)], times).sum())
-        options = list(dict.fromkeys(plan.linears.values()))
-        column = [options.index(plan.linears[shape.name]) for shape in shapes]
-        taken = float(gemm_time(shapes, options, times)[np.arange(len(shapes)), column].sum())
+        taken = float(entries(gemm_time, shapes, plan.linears, times).sum())
     except (ValueError, KeyError):  # a plan of another model, or a missing table
         return ""
     by = "nominal" if times.hardware == "nominal" else times.hardware

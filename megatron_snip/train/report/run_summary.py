@@ -7,23 +7,24 @@ notes, and missing values are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import read_file
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.cost import saving
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.run.metrics import lines_of, metrics_file
 from megatron_snip.train.run.state_file import read_run_file
 
 Curve = tuple[list[int], list[float]]
+_T = TypeVar("_T")
 
 
 def is_finite(value: Any) -> bool:
@@ -71,15 +72,23 @@ def read_run(run_dir: str | Path) -> Run:
         raise UserError(f"{path} holds neither metrics.jsonl nor plans/*.json; give a run folder (--run-dir)")
     notes: list[str] = []
     metrics = _read_metrics(rows, notes) if rows.is_file() else []
-    plans = []
-    for file in plan_files:
-        try:
-            plans.append(Plan.load(file))
-        except ValueError as error:
-            notes.append(str(error))
-    plans.sort(key=lambda plan: plan.iteration)
-    config, versions = _read_options(path / "config.json", notes)
-    return Run(path, metrics, plans, notes, config, versions, _last_stats(path, notes))
+    read = [noted(notes, Plan.load, file) for file in plan_files]
+    plans = sorted((plan for plan in read if plan is not None), key=lambda plan: plan.iteration)
+    options = path / "config.json"
+    of_run = noted(notes, read_run_file, options, "move it aside") if options.is_file() else None
+    _, config, versions = of_run or ("", None, {})
+    newest = sorted(path.glob("stats/iter_*.json"), reverse=True)
+    stats = next((found for file in newest if (found := noted(notes, Statistics.load, file)) is not None), None)
+    return Run(path, metrics, plans, notes, config, versions, stats)
+
+
+def noted(notes: list[str], read: Callable[..., _T], *arguments: Any) -> _T | None:
+    """``read(*arguments)``; None, and a note, if a file cannot be read."""
+    try:
+        return read(*arguments)
+    except ValueError as error:
+        notes.append(str(error))
+        return None
 
 
 def format_summary(run_dir: str | Path) -> str:
@@ -94,26 +103,6 @@ def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
     lines, damaged = lines_of(read_file(file, "metrics", "cut them back", most=1 << 30), file)
     notes += damaged
     return [row for _, row in lines]
-
-
-def _read_options(file: Path, notes: list[str]) -> tuple[Config | None, Mapping[str, str | int]]:
-    """Options and versions of config.json; an unreadable one is noted."""
-    if file.is_file():
-        try:
-            return read_run_file(file, "move it aside")[1:]
-        except ValueError as error:
-            notes.append(str(error))
-    return None, {}
-
-
-def _last_stats(path: Path, notes: list[str]) -> Statistics | None:
-    """The last readable statistics."""
-    for file in sorted(path.glob("stats/iter_*.json"), reverse=True):
-        try:
-            return Statistics.load(file)
-        except ValueError as error:
-            notes.append(str(error))
-    return None
 
 
 def rows_of(run: Run) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import get_objective
 from megatron_snip.snip.predict.sampling import top_token
 from megatron_snip.train.pictures import figures as pictures
+from megatron_snip.train.pictures.curve_picture import WHAT
 from megatron_snip.train.report.evaluations import read_evaluations, score_rows
 from megatron_snip.train.report.headline import difference_text, headline, verdict
 from megatron_snip.train.report.page import Section, folded, page, table
@@ -225,12 +226,11 @@ def _trade_off(run: Run) -> Section | None:
     known = set(planner.choices.options)
     mine = [plan for plan in run.plans if set(plan.linears.values()) <= known]
     dots = [(planner.saved_by(p), planner.quality_of(p, request), f"iteration {p.iteration}") for p in mine]
-    what = "FP4's share of the linears' FLOPs" if planner.choices.measure == "fp4" else "modelled GEMM time saved"
     kept = [dots[i] for i in pictures.picked(len(dots) - 1, MOST_LINES)] if len(dots) > 1 else []
     figure = pictures.pareto(
         [(planner.saved_by(plan), planner.quality_of(plan, request)) for plan in frontier],
         {**({"chosen (the last plan)": dots[-1:]} if dots else {}), **({"plans before it": kept} if kept else {})},
-        what,
+        WHAT[planner.choices.measure],
     )
     text = f"All plans are scored with the statistics of iteration {run.stats.iteration} and the objective {objective}."
     asked = f"The target was {run.config.snip.snip_target}."

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_snip.snip.plan.plan_file import TrialRecord
+from megatron_snip.snip.plan.plan_file import TrialRecord, TriedRecord
 from megatron_snip.train.pictures.figures import MOST_MARKS, PALETTE, Figure, axes, line, picked
 from megatron_snip.train.report.page import Section
 from megatron_snip.train.report.run_summary import Run
@@ -32,29 +32,24 @@ def trials(run: Run) -> Section | None:
     return Section("Trials", text, figures)
 
 
-def _applied(trial: TrialRecord) -> Mapping[str, Any]:
-    """The record of the plan that was applied."""
-    return next(one for one in reversed(trial.tried) if one["name"] == trial.name)
-
-
-def _points(name: str, xs: Sequence[Any], tried: Sequence[Mapping[str, Any]], colour: str, **more: Any) -> Figure:
+def _points(name: str, xs: Sequence[Any], tried: Sequence[TriedRecord], colour: str, **more: Any) -> Figure:
     """Measured increases with two standard errors."""
-    bars = {"type": "data", "array": [2 * (one["error"] or 0.0) for one in tried], "thickness": 1.2}
+    bars = {"type": "data", "array": [2 * (one.error or 0.0) for one in tried], "thickness": 1.2}
     points = line(name, ([0.0], [0.0]), colour, mode="markers", error_y=bars, **more)
-    return points | {"x": list(xs), "y": [one["increase"] for one in tried]}
+    return points | {"x": list(xs), "y": [one.increase for one in tried]}
 
 
 def _one(trial: TrialRecord) -> Figure:
     """All plans of a trial, in the order of trying."""
-    names = [one["name"] for one in trial.tried]
-    known = [one for one in trial.tried if one.get("predicted") is not None]
+    names = [one.name for one in trial.tried]
+    known = [one for one in trial.tried if one.predicted is not None]
     data = [
         _points("measured", names, trial.tried, PALETTE[0]),
-        _points("applied", [trial.name], [_applied(trial)], PALETTE[1], marker=_APPLIED),
+        _points("applied", [trial.name], [trial.taken], PALETTE[1], marker=_APPLIED),
     ]
     if known:
         predicted = line("predicted", ([0.0], [0.0]), PALETTE[2], mode="markers", marker={"symbol": "x", "size": 9})
-        data.append(predicted | {"x": [one["name"] for one in known], "y": [one["predicted"] for one in known]})
+        data.append(predicted | {"x": [one.name for one in known], "y": [one.predicted for one in known]})
     layout = axes("", f"loss above BF16, nats ({trial.tokens} tokens)")
     layout["xaxis"] |= {"type": "category", "automargin": True}
     layout["yaxis"] |= {"rangemode": "tozero"}
@@ -65,14 +60,14 @@ def _over_iterations(tried: Sequence[tuple[int, TrialRecord]]) -> Figure:
     """All trials: the applied plans, their predictions, and the other plans."""
     tried = [tried[i] for i in picked(len(tried), MOST_MARKS)]
     at = [iteration for iteration, _ in tried]
-    applied = [_applied(trial) for _, trial in tried]
-    others = [(i, one) for i, trial in tried for one in trial.tried if one["name"] != trial.name]
-    known = [(i, one["predicted"]) for i, one in zip(at, applied) if one.get("predicted") is not None]
+    applied = [trial.taken for _, trial in tried]
+    others = [(i, one) for i, trial in tried for one in trial.tried if one.name != trial.name]
+    known = [(i, one.predicted) for i, one in zip(at, applied) if one.predicted is not None]
     data = []
     if others:
         xs, rest = zip(*others)
-        data.append(_points("tried beside it", xs, rest, "#9db7d6", text=[one["name"] for one in rest]))
-    names = [one["name"] for one in applied]
+        data.append(_points("tried beside it", xs, rest, "#9db7d6", text=[one.name for one in rest]))
+    names = [one.name for one in applied]
     data.append(_points("applied", at, applied, PALETTE[1], marker=_APPLIED, text=names))
     if known:
         data.append(line("predicted of the applied plan", tuple(zip(*known)), PALETTE[2], mode="lines+markers"))

@@ -13,8 +13,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_snip.config import Config
 from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.data.loader import Batch, Loader
@@ -86,13 +84,6 @@ def reordered(now: Identity, then: Identity) -> str:
     return ""
 
 
-def first_problem(problem: str, mesh: Mesh) -> str:
-    """The problem of the first rank that has one, on all ranks; "" if none has.  Every rank must call it."""
-    problems: list[str] = [""] * mesh.world_size
-    dist.all_gather_object(problems, problem, group=mesh.world)
-    return next(filter(None, problems), "")
-
-
 def agreed(make: Callable[[], Batch], mesh: Mesh) -> Batch:
     """The batch from ``make()``.  Raises IndexedDatasetError on every rank if a file is bad on any.  Collective."""
     batch, problem = None, ""
@@ -100,8 +91,8 @@ def agreed(make: Callable[[], Batch], mesh: Mesh) -> Batch:
         batch = make()
     except (IndexedDatasetError, OSError) as error:
         problem = one_line(error)
-    if problem := first_problem(problem, mesh):
-        raise IndexedDatasetError(problem)
+    if first := mesh.first_problem(problem)[1]:
+        raise IndexedDatasetError(first)
     assert batch is not None
     return batch
 
@@ -125,10 +116,9 @@ def settle_data(
     except (IndexedDatasetError, OSError) as error:
         problem = one_line(error)
     digest = hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).hexdigest() if found else ""
-    reports: list[tuple[str, str]] = [("", "")] * mesh.world_size
     if mesh.rank == 0 and not problem:
         problem = _refused(config, state, found)
-    dist.all_gather_object(reports, (problem, digest), group=mesh.world)
+    reports = mesh.gathered((problem, digest))
     for rank, (its_problem, its_digest) in enumerate(reports):
         if its_problem:
             raise UserError(its_problem)

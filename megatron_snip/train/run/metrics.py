@@ -12,7 +12,6 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,8 @@ from msgspec import Meta
 from megatron_snip.config import Config
 from megatron_snip.faults.writes import FailedWrites
 from megatron_snip.files.io import parse_json
-from megatron_snip.files.json import Count, checked, write_atomic
-from megatron_snip.snip.plan import Plan
+from megatron_snip.files.json import Count, Finite, PlanOrNone, checked, write_atomic
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train.run.trackers import start_trackers
 
@@ -36,14 +35,13 @@ ROWS_KEPT = 1000
 SKIPPED_IN_A_ROW = 3
 
 
-@dataclass(frozen=True)
-class RunningMean:
+class RunningMean(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Mean of the values seen under one plan, with its standard error.  Source: Welford, Technometrics 4 (1962)."""
 
-    plan: str = ""
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0  # sum of squared differences from the mean
+    plan: PlanOrNone = ""
+    count: Count = 0
+    mean: Finite = 0.0
+    squares: Annotated[float, Meta(ge=0)] = 0.0  # sum of squared differences from the mean
 
     def following(self, plan: str, value: float) -> RunningMean:
         """The mean with one more value.  Another plan starts over; values that are not finite are ignored."""

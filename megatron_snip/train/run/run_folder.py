@@ -126,12 +126,10 @@ def find_start(config: Config, below: int | None = None) -> Start:
         raise UserError(f"{option} needs a checkpoint, but --load is {c.load}; give a folder that holds one")
     if saved is None or c.finetune:
         _refuse_used_folders(config, resuming=bool(c.load) and not c.finetune)
-        start = Start(0, None, None, 0, secrets.token_hex(8))
-        if saved is not None:
-            assert load is not None
-            refuse_other_model(config, read_state(load, saved), finetune=True)
-            start = Start(0, None, load, saved, start.run_id)
-        return start
+        if saved is None or load is None:
+            return _new_run(None, 0)
+        refuse_other_model(config, read_state(load, saved), finetune=True)
+        return _new_run(load, saved)
     assert load is not None
     state = read_state(load, saved)
     if state["weights_alone"]:
@@ -147,13 +145,18 @@ def find_start(config: Config, below: int | None = None) -> Start:
     return Start(state["iteration"], state, load, saved, state["run_id"])
 
 
+def _new_run(load: Path | None, iteration: int) -> Start:
+    """A run from iteration 0, with new weights or those of a checkpoint."""
+    return Start(0, None, load, iteration, secrets.token_hex(8))
+
+
 def _start_from_hf(config: Config, folder: Path, *, resuming: bool) -> Start:
     """A new run from the weights of a Hugging Face folder, with or without --finetune."""
     if config.checkpoint.ckpt_step is not None:
         raise UserError(f"--load {folder} is a Hugging Face folder, which has no iterations; drop --ckpt-step")
     check_model(folder, config.model)
     _refuse_used_folders(config, resuming=resuming)
-    return Start(0, None, folder, 0, secrets.token_hex(8))
+    return _new_run(folder, 0)
 
 
 def _start_from_weights(config: Config, folder: Path, below: int | None) -> Start:
@@ -166,7 +169,7 @@ def _start_from_weights(config: Config, folder: Path, below: int | None) -> Star
         raise UserError(f"--pretrained-checkpoint {folder}: no checkpoint is there; give a folder that holds one")
     refuse_other_model(config, read_state(holder, iteration), finetune=True)
     _refuse_used_folders(config, resuming=resuming)
-    return Start(0, None, holder, iteration, secrets.token_hex(8))
+    return _new_run(holder, iteration)
 
 
 def read_tensors(start: Start, tensors: Mapping[str, Tensor]) -> None:

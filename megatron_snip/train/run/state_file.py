@@ -18,39 +18,39 @@ from msgspec import Meta, UnsetType
 from megatron_snip.checkpoint import manifest
 from megatron_snip.checkpoint.manifest import STATE, folder_of
 from megatron_snip.config import Config, option_groups
-from megatron_snip.errors import UserError
 from megatron_snip.files.io import shown
-from megatron_snip.files.json import Count, Finite, JsonFileError, PlanHash, RunId, Share, Text, checked, read_json
+from megatron_snip.files.json import (
+    Count,
+    Finite,
+    JsonFileError,
+    PlanHash,
+    PlanOrNone,
+    RunId,
+    Samples,
+    Share,
+    Text,
+    checked,
+    in_file,
+    read_json,
+)
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.coordinator import FILES_KEPT
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
+from megatron_snip.snip.predict.divergence import Predictions
+from megatron_snip.train.health.guard import Step
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
-from megatron_snip.train.run.metrics import ROWS_KEPT, row_of
+from megatron_snip.train.run.metrics import ROWS_KEPT, RunningMean, row_of
 
-#: Samples of a run, or iterations; products with a sequence length fit 64 bits.
-_Samples = Annotated[int, Meta(ge=0, le=1 << 40)]
-#: The plan in force, or "".
-_PlanOrNone = Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
 #: A file below the run folder; see `Coordinator.state`.
 _Unwritten = Annotated[str, Meta(pattern=r"\A(plans|stats)/iter_[0-9]{7,19}\.json\Z")]
 _FileText = Annotated[str, Meta(max_length=1 << 26)]
 #: A loss in nats; larger than any float32, but with finite squares.
 _Loss = Annotated[float, Meta(ge=-1e100, le=1e100)]
-_Table = dict[Text, dict[Text, float]]
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An object without unknown fields."""
-
-
-class _Divergence(_Strict, frozen=True):
-    """`RunningMean`."""
-
-    plan: _PlanOrNone
-    count: Count
-    mean: Finite
-    squares: Annotated[float, Meta(ge=0)]
 
 
 class _Watch(_Strict, frozen=True):
@@ -67,33 +67,24 @@ class _Reruns(_Strict, frozen=True):
     differed: Count
 
 
-class _Step(_Strict, frozen=True):
-    """A step of the guard."""
-
-    kind: Literal["plan", "base", "checkpoint", "none"]
-    iteration: _Samples
-    why: Text
-    checkpoint: _Samples | None
-
-
 class _Guard(_Strict, frozen=True):
     """`Guard.state`."""
 
-    broke: _Samples | None
+    broke: Samples | None
     in_a_row: Count
     level: Annotated[int, Meta(ge=0, le=2)]
-    plan: _PlanOrNone
+    plan: PlanOrNone
     blamed: list[PlanHash]
-    saved: list[_Samples]
+    saved: list[Samples]
     rewound_to: Annotated[int, Meta(ge=-1, le=1 << 40)]
-    steps: list[_Step]
-    due: _Step | None
+    steps: list[Step]
+    due: Step | None
 
 
 class _Applied(_Strict, frozen=True):
     """A plan that took effect.  guard: why, if the guard applied it."""
 
-    iteration: _Samples
+    iteration: Samples
     hash: PlanHash
     achieved: Share
     changed: dict[Text, Text]
@@ -103,20 +94,13 @@ class _Applied(_Strict, frozen=True):
 class _Pending(_Strict, frozen=True):
     """`Pending`; `SolveRequest.from_dict` checks the request."""
 
-    probed: _Samples
-    due: _Samples
+    probed: Samples
+    due: Samples
     options: Annotated[list[Text], Meta(min_length=1, max_length=4096)]
     objective: Text
     request: dict[Text, Any]
     measure: Literal["fp4", "time"]
     max_loss: Finite | None
-
-
-class _Predictions(_Strict, frozen=True):
-    """`Predictions`."""
-
-    loss: _Table
-    weight: _Table
 
 
 class _Snip(_Strict, frozen=True):
@@ -126,7 +110,7 @@ class _Snip(_Strict, frozen=True):
     plan: dict[Text, Any] | None
     pending: _Pending | None
     history: list[_Applied]
-    predictions: _Predictions | None
+    predictions: Predictions | None
 
 
 class _Corpus(_Strict, frozen=True):
@@ -146,14 +130,14 @@ class _State(_Strict, frozen=True):
 
     version: Count
     run_id: RunId
-    iteration: _Samples
-    consumed_samples: _Samples
-    consumed_valid_samples: _Samples
-    data_skipped: _Samples
-    optimizer_steps: _Samples
-    scheduled_samples: _Samples
-    nan_iterations: _Samples
-    divergence: _Divergence
+    iteration: Samples
+    consumed_samples: Samples
+    consumed_valid_samples: Samples
+    data_skipped: Samples
+    optimizer_steps: Samples
+    scheduled_samples: Samples
+    nan_iterations: Samples
+    divergence: RunningMean
     watch: _Watch
     rerun: _Reruns
     guard: _Guard | None
@@ -192,11 +176,8 @@ def state_of(values: dict[str, Any]) -> dict[str, Any]:
 
 def read_state(save: Path, iteration: int) -> dict[str, Any]:
     """A checkpoint's state.json, checked.  Raises UserError with the field for anything invalid."""
-    try:
+    with in_file(folder_of(save, iteration) / STATE, "load another iteration (--ckpt-step)"):
         return state_of(manifest.read_state(save, iteration))
-    except JsonFileError as error:
-        path = folder_of(save, iteration) / STATE
-        raise UserError(f"{path}: {error}; load another iteration (--ckpt-step)") from None
 
 
 def new_state(run_id: str, config: Config) -> dict[str, Any]:
@@ -208,7 +189,7 @@ def new_state(run_id: str, config: Config) -> dict[str, Any]:
     return {
         "run_id": run_id,
         **dict.fromkeys(counters, 0),
-        "divergence": {"plan": "", "count": 0, "mean": 0.0, "squares": 0.0},
+        "divergence": msgspec.to_builtins(RunningMean()),
         "watch": {"losses": [], "in_a_row": 0},
         "rerun": {"reruns": 0, "differed": 0},
         "guard": None,
@@ -244,11 +225,9 @@ def config_of(values: Mapping[str, Any], where: str = "") -> Config:
 def read_run_file(path: Path, way_out: str) -> tuple[str, Config, Mapping[str, str | int]]:
     """Run id, options and versions in a run folder's config.json.  Raises UserError for anything invalid."""
     values = read_json(path, "file of a run's options", way_out)
-    try:
+    with in_file(path, way_out):
         found = checked(values, _Run)
         return found.run_id, config_of(values), found.versions
-    except JsonFileError as error:
-        raise UserError(f"{path}: {error}; {way_out}") from None
 
 
 def _check_snip(found: _Snip) -> None:

@@ -17,7 +17,7 @@ from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.faults.ending import one_line
 from megatron_snip.quant import GEMMS
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 
 LOGGER = logging.getLogger("megatron_snip")

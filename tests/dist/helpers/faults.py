@@ -18,7 +18,7 @@ from megatron_snip.config import Config
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import Casts, LinearCall, LinearPrecision, Operands, StepContext
 from megatron_snip.snip import coordinator
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train import loop
 from megatron_snip.train.setup import Parts
 from tests.dist.helpers.runs import TINY, make
@@ -30,7 +30,7 @@ SMALL = {**TINY, "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 128, "n
 class Poison:
     """An observer that puts one NaN into its linear's output gradient."""
 
-    def backward(self, operands: Operands) -> None:
+    def __call__(self, operands: Operands) -> None:
         operands.grad_output[0, 0] = float("nan")
 
 

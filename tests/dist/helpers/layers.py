@@ -125,7 +125,7 @@ class _Observer:
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
 
-    def backward(self, operands: Any) -> None:
+    def __call__(self, operands: Any) -> None:
         """Keep everything that it is shown."""
         self.seen += [operands.x, operands.w, operands.grad_output, operands.grad_input]
         self.seen += [] if operands.grad_weight is None else [operands.grad_weight()]

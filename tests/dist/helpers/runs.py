@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from benchmarks.footprint import Layout, footprint
 from megatron_snip import runtime
 from megatron_snip.checkpoint.saver import Saver
 from megatron_snip.checkpoint.storage import CheckedWriter, load_tensors
@@ -19,11 +20,10 @@ from megatron_snip.parallel.data import local_of
 from megatron_snip.parallel.tags import tags_of
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.measure import linear_probe
-from megatron_snip.snip.measure.footprint import Layout, footprint
 from megatron_snip.snip.measure.linear_probe import LinearProbe
 from megatron_snip.snip.measure.probe import PassRunner, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.setup import Parts, build, check, snip_shapes
 
 TINY = {

@@ -27,7 +27,7 @@ from megatron_snip.cli.parsers import PARSERS, PRESETS
 from megatron_snip.config import Config
 from megatron_snip.mesh import Axis
 from megatron_snip.model.llama import LLAMA
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.build_model import documents_of
 from megatron_snip.train.report.evaluations import Evaluation
 from megatron_snip.train.run.run_folder import Start

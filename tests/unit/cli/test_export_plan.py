@@ -15,12 +15,12 @@ from torch import nn
 from megatron_snip.cli.export_plan import main
 from megatron_snip.config import ModelConfig
 from megatron_snip.interop.exports import MEGATRON_MODULES, TARGETS
-from megatron_snip.model.spec import linear_shapes
+from megatron_snip.model.llama import LLAMA
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 
 BLOCKS = 12
-SHAPES = linear_shapes(ModelConfig(num_layers=BLOCKS, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
+SHAPES = LLAMA.linear_shapes(ModelConfig(num_layers=BLOCKS, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from megatron_snip.cli import generate_plan
 from megatron_snip.cli.generate_plan import main
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
-from megatron_snip.model.spec import linear_shapes
+from megatron_snip.model.llama import LLAMA
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train import loop
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
@@ -47,7 +47,7 @@ def generate(finished_run, tmp_path, capsys):
 
 def shapes() -> list[LinearShape]:
     model = Config().replace(**TINY).model
-    return linear_shapes(model)
+    return LLAMA.linear_shapes(model)
 
 
 def test_plans_and_their_table(generate, tmp_path, finished_run):

@@ -10,7 +10,7 @@ import pytest
 from megatron_snip import runtime
 from megatron_snip.cli import trials
 from megatron_snip.config import Config
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train import loop
 from megatron_snip.train.step import Stepper
 from tests.unit.cli.conftest import TINY
@@ -40,7 +40,7 @@ def test_a_plan_that_was_tried(trying, generate, tmp_path, finished_run, monkeyp
     said = trying("--try", "--snip-target", "0.5")
     best = Plan.load(tmp_path / "plans/best.json")
     assert best.trial is not None and best.trial.tokens == 256
-    assert [one["name"] for one in best.trial.tried] == ["solver", "lowest", "layer_id"], "three passes beside BF16's"
+    assert [one.name for one in best.trial.tried] == ["solver", "lowest", "layer_id"], "three passes beside BF16's"
     assert last_line(said).startswith(
         f"of 3 plans on 256 tokens '{best.trial.name}' is best: {best.trial.increase:.4g}"
     )

@@ -49,7 +49,7 @@ BAD = {"below a file": "FOLDER/file/x", "too long": "FOLDER/" + "n" * 300, "in n
 def place(tmp_path):
     """Words with the names in capitals replaced, and what lies in the folder."""
     from megatron_snip.data.indexed import IndexedDatasetBuilder
-    from megatron_snip.snip.plan import Plan
+    from megatron_snip.snip.plan.plan_file import Plan
 
     (tmp_path / "file").write_text("x")
     (tmp_path / "text.jsonl").write_text('{"text": "1 2 3"}\n' * 50)

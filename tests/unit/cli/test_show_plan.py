@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron_snip.cli.show_plan import main, table
 from megatron_snip.config import Config
-from megatron_snip.model.spec import linear_shapes
+from megatron_snip.model.llama import LLAMA
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan.plan_file import Plan, SolverRecord
 from tests.unit.cli.conftest import TINY
@@ -70,7 +70,7 @@ def test_stages(finished_run, tmp_path, capsys):
 
     A block's FLOPs are 3 x 128 x 256 and 2 x 128 x (128 + 64), its attention's 128 x 128, and so the output layer's.
     """
-    names = [shape.name for shape in linear_shapes(Config().replace(**TINY).model)]
+    names = [shape.name for shape in LLAMA.linear_shapes(Config().replace(**TINY).model)]
     linears = {name: FP4 if name in ("layers.1.mlp.up_proj", "layers.1.mlp.gate_proj") else FP8 for name in names}
     Plan(3, linears).save(tmp_path / "p.json")
     load = ["--load", str(finished_run / "checkpoints")]

@@ -56,12 +56,12 @@ def test_max_bytes_and_key_are_heeded(tmp_path, corpus):
 @pytest.mark.parametrize(
     ("line", "options", "message"),
     [
-        ('{"text": "a"', (), r"a.jsonl:2 is not a JSON object with the key"),
-        ('["text"]', (), r"a.jsonl:2 is not a JSON object"),
-        ('{"text": "a \\ud800"}', (), r"a.jsonl:2 is not a JSON object"),
-        ("[" * 10**5, (), r"a.jsonl:2 is not a JSON object"),
-        ('{"text": 3}', (), r'a.jsonl:2 has "text" of type int'),
-        ('{"text": "a b"}', ("--json-key", "body"), 'a.jsonl:1 is not a JSON object with the key "body"'),
+        ('{"text": "a"', (), "a.jsonl:2 is unusable: "),
+        ('["text"]', (), "a.jsonl:2 is unusable: it is a list, not an object"),
+        ('{"text": "a \\ud800"}', (), "a.jsonl:2 is unusable: "),
+        ("[" * 10**5, (), "a.jsonl:2 is unusable: "),
+        ('{"text": 3}', (), 'a.jsonl:2 is unusable: it has a int for the key "text", not a string'),
+        ('{"text": "a b"}', ("--json-key", "body"), 'a.jsonl:1 is unusable: it has no key "body"; .* --json-key'),
         ('{"text": "a b"}', (), "sentencepiece: .*Vocabulary size"),
         ('{"text": "a b"}', ("--input", "nowhere.jsonl"), "--input nowhere.jsonl does not exist"),
     ],

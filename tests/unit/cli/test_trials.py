@@ -13,7 +13,7 @@ from megatron_snip.cli.shares import plan_and_try, planner_of
 from megatron_snip.cli.trials import best_for
 from megatron_snip.config import Config
 from megatron_snip.quant import PLAIN, LinearPrecision
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.trial import TrialFailed, Trials, Tried
 from tests.unit.snip.made_up import statistics
 from tests.unit.train.recorded import MODEL, NAMES, SHAPES
@@ -75,7 +75,7 @@ def test_a_plan_that_saves_more_and_measures_better_is_taken(lone_mesh):
     less, more = planned.plans.values()
     assert fp4_of(less) == fp4_of(more) == list(range(COUNT)) and (less.target, more.target) == (0.2, 0.4)
     assert more.trial.name == "target 100%" and more.trial.increase == pytest.approx(0.28, abs=1e-5)
-    assert [one["name"] for one in more.trial.tried] == ["target 20%", "target 40%", "target 100%", "target 0%"]
+    assert [one.name for one in more.trial.tried] == ["target 20%", "target 40%", "target 100%", "target 0%"]
     assert planned.curve()[0].text.startswith("The curve breaks at 28.6%, where 1.03 +- 0 nats measured")
 
 
@@ -88,7 +88,7 @@ def test_luck_replaces_no_plan(error, name):
     tried = [Tried("a", own, 0.3, error, True, True), Tried("b", other, 0.2, error, True, True)]
     found = best_for(own, planner, tried, 64)
     assert found.trial.name == name and found.linears == {"a": own, "b": other}[name].linears
-    assert found.trial.tried == tuple(one.to_dict() for one in tried) and found.target == 0.4
+    assert found.trial.tried == [one.record for one in tried] and found.target == 0.4
 
 
 def test_as_far_as_the_passes_last(lone_mesh):

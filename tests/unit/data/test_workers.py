@@ -36,6 +36,10 @@ def opened():
         workers.close()
 
 
+def pids(workers):
+    return [worker.process.pid for worker in workers._all]
+
+
 def loader(dataset, workers=None, batch=4, **options):
     sizes = {"micro_batch_size": 2, "dp_rank": 0, "dp_size": 1}
     return Loader(dataset, global_batch_size=batch, workers=workers, **sizes, **options)
@@ -109,7 +113,7 @@ def test_a_worker_reads_and_has_no_torch_and_leaves_signals_to_its_parent(opened
     dataset = WhoReads()
     workers = opened([MockDataset(100, 8, 0), dataset], 2)
     said = np.concatenate([workers.read(dataset, np.arange(3)) for _ in range(2)])
-    assert set(said[:, 0].tolist()) == set(workers.pids) and os.getpid() not in workers.pids
+    assert set(said[:, 0].tolist()) == set(pids(workers)) and os.getpid() not in pids(workers)
     assert said[:, 1].tolist() == [0] * 6, "torch costs seconds and hundreds of MB"
     assert said[:, 2].tolist() == [1] * 6
     assert not {signal.SIGINT, signal.SIGTERM} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -121,7 +125,7 @@ def test_each_worker_reads_a_batch_of_its_own_ahead(opened):
     three = loader(dataset, workers, 2)
     three.batch(0)
     assert list(three._ahead) == [2, 4, 6]
-    assert {int(three.batch(consumed).tokens[0, 0, 0]) for consumed in (2, 4, 6)} == set(workers.pids)
+    assert {int(three.batch(consumed).tokens[0, 0, 0]) for consumed in (2, 4, 6)} == set(pids(workers))
 
 
 def test_errors_are_those_of_the_process_itself(tmp_path, opened):
@@ -156,10 +160,10 @@ def test_a_killed_worker_is_told_before_its_batch_is_asked_for(opened, when):
     one = loader(dataset, workers)
     if when == "idle":
         one.make(0)
-        os.kill(workers.pids[0], signal.SIGKILL)
+        os.kill(pids(workers)[0], signal.SIGKILL)
     else:
         one.batch(0)
-    said = f"data worker 1 of 1 (process {workers.pids[0]}) was killed by signal 9 (out of memory?); give fewer"
+    said = f"data worker 1 of 1 (process {pids(workers)[0]}) was killed by signal 9 (out of memory?); give fewer"
     assert one.problem(4) == f"{said} --num-workers, or 0 to read in threads"
     for _ in range(2):
         with pytest.raises(DataWorkerError, match="killed by signal 9"):
@@ -223,7 +227,7 @@ workers = Workers([dataset], 2)
 threading.Thread(target=workers.read, args=(dataset, np.arange(1)), daemon=True).start()
 forked = os.fork() if sys.argv[3] == "forked" else 0  # who holds this side of the sockets open
 if forked or sys.argv[3] != "forked":
-    print(*workers.pids, forked, flush=True)
+    print(*(worker.process.pid for worker in workers._all), forked, flush=True)
 time.sleep(float(sys.argv[2]))
 """
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.study import judge
 from megatron_snip.quant import LinearPrecision, fake_quantize
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 
 ROOT = Path(__file__).resolve().parents[3]
 

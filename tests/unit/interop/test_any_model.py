@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from megatron_snip.attach import attach
 from megatron_snip.errors import UserError
 from megatron_snip.quant import KINDS
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from tests.dist.helpers.attached import tiny_llama, tokens_of
 
 NAMES = list(attach(tiny_llama()).linears)

@@ -6,17 +6,7 @@ import pytest
 import torch
 
 from megatron_snip.quant import LINEAR_IMPLS, LinearPrecision, check_linear
-from megatron_snip.quant.linears.operands import LinearCall, Operands
-
-
-class Observer:
-    """Keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.shown: list[Operands] = []
-
-    def backward(self, operands: Operands) -> None:
-        self.shown.append(operands)
+from megatron_snip.quant.linears.operands import LinearCall
 
 
 @pytest.mark.parametrize("impl", list(LINEAR_IMPLS))
@@ -26,9 +16,9 @@ def test_bf16_is_a_plain_product_whose_operands_probes_see(impl):
     x = torch.randn(2, 128, 64, generator=random).bfloat16().requires_grad_()
     w = torch.randn(96, 64, generator=random).requires_grad_()
     cotangent = torch.randn(2, 128, 96, generator=random).bfloat16()
-    precision, observer = LinearPrecision.uniform("bf16"), Observer()
+    precision, shown = LinearPrecision.uniform("bf16"), []
     check_linear(impl, precision, x.device)
-    y = LINEAR_IMPLS[impl](x, w, LinearCall(precision, None, observer=observer))
+    y = LINEAR_IMPLS[impl](x, w, LinearCall(precision, None, observer=shown.append))
     y.backward(cotangent)
     got = y.detach(), x.grad, w.grad
     x.grad = w.grad = None
@@ -36,6 +26,6 @@ def test_bf16_is_a_plain_product_whose_operands_probes_see(impl):
     expected.backward(cotangent)
     for one, other in zip(got, (expected.detach(), x.grad, w.grad), strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
-    (operands,) = observer.shown
+    (operands,) = shown
     assert torch.equal(operands.x, x.detach().flatten(0, 1)) and torch.equal(operands.w, w.detach().bfloat16())
     assert torch.equal(operands.grad_output, cotangent.flatten(0, 1))

@@ -288,7 +288,7 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: list[Operands] = []
 
-    def backward(self, operands: Operands) -> None:
+    def __call__(self, operands: Operands) -> None:
         self.seen.append(operands)
 
 

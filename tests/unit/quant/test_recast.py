@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from megatron_snip.formats import Format, get_format, register
 from megatron_snip.formats import format as format_module
 from megatron_snip.formats.element import E4M3
-from megatron_snip.mesh import Axis
 from megatron_snip.quant import (
     LINEAR_IMPLS,
     Casts,
@@ -29,7 +28,7 @@ from megatron_snip.quant.casts.cast import Form
 from megatron_snip.quant.kernels.dispatch import cast, values
 from megatron_snip.quant.linears import by_gemm
 from megatron_snip.quant.linears.group import Group, run_group
-from megatron_snip.snip.measure.linear_probe import LinearProbe, Place
+from megatron_snip.snip.measure.linear_probe import LinearProbe
 from tests.unit.quant.kernels.operands import bits, operands
 
 KEY = RoundingKey(seed=1, iteration=2, stream=name_stream("layers.0.mlp.up_proj"), row0=256)
@@ -242,10 +241,9 @@ def test_backends_of_tensor_cores_keep_what_fprop_multiplied(monkeypatch):
 
 
 @pytest.mark.parametrize("fmt", ["mxfp8_dequantized", "mxfp4_tetrajet", "nvfp4_recast"])
-def test_a_probe_measures_the_operands_that_are_multiplied(fmt):
+def test_a_probe_measures_the_operands_that_are_multiplied(fmt, lone_mesh):
     x, w, g = (t.detach() for t in tensors())
-    one = Axis(1, 0, None)  # type: ignore[arg-type]
-    probe = LinearProbe(LinearShape("up_proj", N, K, kind="up"), [fmt], Place(one, one, one, one, True), x.device)
+    probe = LinearProbe(LinearShape("up_proj", N, K, kind="up"), [fmt], lone_mesh, 0, x.device)
     reduced: list[str] = []
     reduce_amax = dict.fromkeys(("input", "weight"), lambda amax: reduced.append("") or amax)
     call = LinearCall(LinearPrecision.uniform("bf16"), KEY, reduce_amax=reduce_amax)

@@ -27,9 +27,9 @@ from megatron_snip.quant import (
     check_linear,
     compiled_impl,
 )
-from megatron_snip.quant.linears import engine_first, transformer_engine
+from megatron_snip.quant.linears import by_gemm, transformer_engine
+from megatron_snip.quant.linears.by_gemm import ByGemm
 from megatron_snip.quant.linears.emulated import Emulated
-from megatron_snip.quant.linears.engine_first import EngineFirst
 from megatron_snip.quant.linears.operands import REDUCTION_DIM
 from megatron_snip.quant.linears.te_quantizers import quantizer_for
 from megatron_snip.quant.linears.transformer_engine import EXACT, FORMATS, TransformerEngine
@@ -146,7 +146,7 @@ def machine(engine, monkeypatch):
 
     def become(capability, version="2.20.2", cuda="13.0"):
         sys.modules["transformer_engine"].__version__ = version
-        for module in (transformer_engine, engine_first):
+        for module in (transformer_engine, by_gemm):
             monkeypatch.setattr(module, "missing", lambda device: None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -163,7 +163,7 @@ def big() -> tuple[Tensor, Tensor]:
 
 def test_a_plan_of_fp8_and_fp4_runs_fp8_here_and_fp4_elsewhere(machine):
     """Elsewhere with the same bits as without Transformer Engine."""
-    engine, (x, w), auto = machine((9, 0)), big(), EngineFirst(EXACT, Emulated())
+    engine, (x, w), auto = machine((9, 0)), big(), ByGemm(Emulated(), engine=EXACT)
     for fmt in ("fp8", "fp4", "fp8/fp8/fp4", "fp8/fp8/bf16"):
         y = auto(x, w, call(fmt, Casts()))
         assert torch.equal(y, x @ w.bfloat16().T) == (fmt in ("fp8", "fp8/fp8/bf16"))
@@ -184,14 +184,14 @@ def test_auto_takes_what_is_exact_alone(machine):
     for fmt, exact in (("mxfp8", True), ("nvfp4_plain", False), ("nvfp4", False), ("mxfp8/bf16/mxfp8", True)):
         precision = LinearPrecision.parse(fmt)
         for formats, takes in ((EXACT, exact), (FORMATS, True)):
-            told = EngineFirst(formats, Emulated()).runs(precision, torch.device("cpu"), SIZES)
+            told = ByGemm(Emulated(), engine=formats).runs(precision, torch.device("cpu"), SIZES)
             assert ({*told.values()} == {"Transformer Engine"}) == takes, fmt
 
 
 @pytest.mark.parametrize("between", ["bf16", "fp4"])
 def test_a_pass_elsewhere_does_not_hide_that_the_weight_has_changed(between, machine):
     """A probe in BF16 looks at the new weight first; the module's own copy is the old one's."""
-    engine, (x, w), linear, casts = machine((9, 0)), big(), EngineFirst(EXACT, Emulated()), Casts()
+    engine, (x, w), linear, casts = machine((9, 0)), big(), ByGemm(Emulated(), engine=EXACT), Casts()
     linear(x, w, call("fp8", casts))
     with torch.no_grad():
         w.add_(1.0)
@@ -204,7 +204,7 @@ def test_a_pass_elsewhere_does_not_hide_that_the_weight_has_changed(between, mac
 def test_linears_of_one_input_run_together_unless_one_runs_here(machine, lone_mesh, monkeypatch):
     """With the outputs of each alone, and a weight that a pass together has seen is quantised anew."""
     engine = machine((9, 0))
-    monkeypatch.setitem(LINEAR_IMPLS, "here", EngineFirst(EXACT, Emulated()))
+    monkeypatch.setitem(LINEAR_IMPLS, "here", ByGemm(Emulated(), engine=EXACT))
     region, (x, w) = Region(lone_mesh.tp, sequence_parallel=False), big()
     x = x.detach().unflatten(0, (1, 128)).requires_grad_()
     layers = [ColumnParallelLinear(name, w.detach().clone(), region, lone_mesh.device_mesh) for name in ("a", "b")]
@@ -225,11 +225,10 @@ def test_linears_of_one_input_run_together_unless_one_runs_here(machine, lone_me
 
 def test_a_probe_of_a_quantised_linear_runs_elsewhere(machine):
     engine, (x, w) = machine((9, 0)), big()
-    seen = SimpleNamespace(shown=[])
-    seen.backward = seen.shown.append
-    y = EngineFirst(EXACT, Emulated())(x, w, call("fp8", observer=seen))
+    seen = []
+    y = ByGemm(Emulated(), engine=EXACT)(x, w, call("fp8", observer=seen.append))
     y.backward(torch.ones_like(y))
-    assert not engine.calls and len(seen.shown) == 1
+    assert not engine.calls and len(seen) == 1
 
 
 def test_bf16_needs_no_engine():
@@ -296,7 +295,7 @@ def test_sizes_that_do_not_fit_are_one_line(fmt, side, machine):
             f"{fmt} needs multiples of {side}, this linear has {sizes.tokens} tokens, {sizes.inputs} to {sizes.outputs}"
         )
         assert engine.unfit(precision, cpu, sizes) == f"{said} channels"
-        told = EngineFirst(FORMATS, Emulated()).runs(precision, cpu, sizes)
+        told = ByGemm(Emulated(), engine=FORMATS).runs(precision, cpu, sizes)
         assert told == {fmt: f"emulated; not Transformer Engine: {said} channels"}
 
 

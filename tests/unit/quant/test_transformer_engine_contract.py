@@ -17,10 +17,10 @@ import pytest
 
 from megatron_snip.cli.export_plan import main
 from megatron_snip.config import ModelConfig
-from megatron_snip.model.spec import linear_shapes
+from megatron_snip.model.llama import LLAMA
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.quant.linears.transformer_engine import _RECIPES
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from tests.unit.quant.engine_over_stand_in import SIDE
 
 VERSIONS = ("2.20.2", "2.8.0")
@@ -168,7 +168,7 @@ def test_what_we_ask_for_is_supported(ask):
 
 def written(ask, folder, precisions, capability="10.0", *words):
     """Kind of a linear -> casts and GEMMs of its te.Linear under the recipe that a plan of one block is written as."""
-    shapes = linear_shapes(ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
+    shapes = LLAMA.linear_shapes(ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=2))
     linears = {shape.name: LinearPrecision.parse(precisions[shape.kind]) for shape in shapes}
     Plan.by_hand(linears, shapes).save(folder / "plan.json")
     told = [str(folder / "plan.json"), "--to", "transformer-engine", "--output", str(folder), "--for-version"]

@@ -17,8 +17,9 @@ from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip import coordinator as module
 from megatron_snip.snip.coordinator import Coordinator
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan, pending
+from megatron_snip.snip.plan import pending
 from megatron_snip.snip.plan.options import read_choices
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.solver import BackgroundSolver, SolverFailed
 from tests.unit.snip.made_up import statistics, without_updates
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_snip.snip import coordinator as module
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from tests.unit.snip.test_coordinator import make, precisions, run
 
 __all__ = ["make"]  # a fixture

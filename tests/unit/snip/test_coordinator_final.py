@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.final import Final
+from megatron_snip.snip.plan.plan_file import Plan
 from tests.unit.snip.test_coordinator import NAMES, FakeProbe, make, precisions, run
 
 __all__ = ["make"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_snip.quant import PLAIN, LinearPrecision
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from tests.unit.snip.test_coordinator import FakeProbe, make, nothing, precisions, run, with_plan_in_force
 
 __all__ = ["make"]
@@ -50,7 +50,7 @@ def test_the_largest_share_below_takes_effect(nats, fp4, make, tmp_path):
     assert plan.hash == seen[4]["snip/plan_hash"] and plan.iteration == 4
     assert plan.target == seen[4]["snip/target"] <= plan.achieved + 1e-9
     assert plan.trial.increase == seen[4]["snip/trial_increase"] == pytest.approx(sum(COSTS[4 - fp4.count("1") :]))
-    assert [one["name"] for one in plan.trial.tried][:2] == ["target 0%", "target 100%"]
+    assert [one.name for one in plan.trial.tried][:2] == ["target 0%", "target 100%"]
 
 
 def test_what_is_predicted_to_cost_too_much_is_not_taken(make):

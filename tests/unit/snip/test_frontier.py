@@ -7,8 +7,7 @@ import math
 import pytest
 
 from megatron_snip.snip.frontier import AlongFrontier, refined
-from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.plan_file import build_plan
+from megatron_snip.snip.plan.plan_file import Plan, build_plan
 from megatron_snip.snip.trial import Tried
 from tests.unit.snip.test_trial import COSTS, OPTIONS, SHAPES, request
 

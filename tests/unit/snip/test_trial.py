@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape
-from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.plan_file import build_plan
+from megatron_snip.snip.plan.plan_file import Plan, TriedRecord, build_plan
 from megatron_snip.snip.plan.program import Limit
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
@@ -87,7 +86,7 @@ def test_others_are_run_only_if_the_plan_costs_more_than_predicted(predicted, ot
     model = Model(COSTS, noise=0.01)
     _, tried, best = try_plans(model, request(COSTS), lone_mesh, predict=lambda plan: predicted)
     assert (len(tried) > 1) == others and best.trial.name == "solver"
-    assert abs(best.trial.tried[0]["increase"] - 0.035) < 0.001
+    assert abs(best.trial.tried[0].increase - 0.035) < 0.001
 
 
 @pytest.mark.parametrize(("predicted", "taken"), [(0.0, "lowest"), (0.039, "lowest"), (0.041, "solver")])
@@ -110,7 +109,7 @@ def test_errors_that_do_not_add_up_are_found_by_holding_linears(lone_mesh):
     assert fp4_of(best) == [2, 4, 5] and best.trial.name == f"hold {NAMES[3]}"
     assert best.trial.increase == pytest.approx(0.045, abs=1e-5)
     first = best.trial.tried[0]
-    assert first["name"] == "solver" and first["increase"] == pytest.approx(1.035, abs=1e-5)
+    assert first.name == "solver" and first.increase == pytest.approx(1.035, abs=1e-5)
     assert len({str(one.plan.linears) for one in tried}) == len(tried), "nothing is run twice"
 
 
@@ -170,7 +169,7 @@ def test_losses_that_are_not_finite(lone_mesh):
     model = Model(COSTS, together=[((NAMES[3], NAMES[4], NAMES[5]), math.nan)])
     _, tried, best = try_plans(model, request(COSTS), lone_mesh)
     assert not {3, 4, 5} <= set(fp4_of(best)) and math.isfinite(best.trial.increase)
-    assert tried[0].to_dict() == {"name": "solver", "increase": None, "error": None, "predicted": None}
+    assert tried[0].record == TriedRecord("solver", None, None, None)
     assert try_plans(Model([math.nan] * 6), request(COSTS), lone_mesh)[2] is None
     with pytest.raises(TrialFailed, match="the loss in BF16 is nan"):
         try_plans(Model(COSTS, base=math.nan), request(COSTS), lone_mesh)
@@ -227,9 +226,9 @@ def test_what_was_predicted_stands_beside_what_was_measured(lone_mesh, caplog):
     with caplog.at_level(logging.INFO):
         tried, best = try_plan(trials, proposals, 8, solved, Predictions(costs, {}))
     for one in best.trial.tried:
-        plan = next(other.plan for other in tried if other.name == one["name"])
-        assert one["predicted"] == pytest.approx(sum(COSTS[i] for i in fp4_of(plan)))
-    assert best.trial.tried[0]["predicted"] == pytest.approx(0.035) and len(tried) == 7
+        plan = next(other.plan for other in tried if other.name == one.name)
+        assert one.predicted == pytest.approx(sum(COSTS[i] for i in fp4_of(plan)))
+    assert best.trial.tried[0].predicted == pytest.approx(0.035) and len(tried) == 7
     assert "best of 7 plans tried on 4096 tokens" in caplog.text and f"hold {NAMES[3]} 0.045 +-" in caplog.text
     assert "solver 1.035 +- " in caplog.text and "(predicted 0.035)" in caplog.text
 
@@ -247,8 +246,7 @@ def test_a_record_travels_in_the_plan_s_file(lone_mesh, tmp_path):
     _, tried, best = try_plans(Model(COSTS), request(COSTS), lone_mesh)
     best.save(tmp_path / "plan.json")
     read = Plan.load(tmp_path / "plan.json")
-    assert read.trial == dataclasses.replace(best.trial, tried=read.trial.tried)
-    assert [dict(one) for one in read.trial.tried] == [one.to_dict() for one in tried]
+    assert read.trial == best.trial and read.trial.tried == [one.record for one in tried]
     assert read.hash == best.hash == dataclasses.replace(best, trial=None).hash
 
 

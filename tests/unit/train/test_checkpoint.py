@@ -10,8 +10,8 @@ import pytest
 
 from megatron_snip.cli.convert_checkpoint import export_hf
 from megatron_snip.train import run_state, setup
-from megatron_snip.train.health.guard import go_back
 from megatron_snip.train.run.state_file import read_state
+from megatron_snip.train.run_state import go_back
 from tests.unit.checkpoint.conftest import poison
 
 

@@ -17,7 +17,7 @@ from megatron_snip.config import Config
 from megatron_snip.quant import PLAIN, LinearPrecision
 from megatron_snip.snip.measure.probe import Probe
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train import loop, setup
 from megatron_snip.train.run.state_file import read_state
 from megatron_snip.train.setup import snip_shapes

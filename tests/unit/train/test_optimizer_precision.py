@@ -15,7 +15,7 @@ from megatron_snip.cli.convert_checkpoint import export_hf
 from megatron_snip.parallel.tensor import Region, VocabParallelEmbedding
 from megatron_snip.quant.adamw.expansion import split
 from megatron_snip.train.bf16_adamw import LOW_PARTS
-from megatron_snip.train.health.guard import go_back
+from megatron_snip.train.run_state import go_back
 
 WEIGHT = "layers.0.mlp.up_proj.weight"
 

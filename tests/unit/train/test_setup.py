@@ -15,7 +15,7 @@ from megatron_snip.formats.format import _FORMATS, Format
 from megatron_snip.model.llama import LLAMA
 from megatron_snip.model.spec import MODELS
 from megatron_snip.quant import LINEAR_IMPLS, LinearPrecision
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train import setup
 from megatron_snip.train.setup import build, check, with_defaults
 

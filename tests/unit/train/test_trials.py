@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megatron_snip.snip import coordinator
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train.report.sections import write_report
 from megatron_snip.train.step import Stepper
@@ -39,7 +39,7 @@ def test_a_plan_that_was_tried_says_so(train_here, tmp_path, monkeypatch):
     assert plan.trial.increase == row["snip/trial_increase"]
     assert plan.trial.error == row["snip/trial_increase_standard_error"] > 0
     assert plan.trial.name == row["snip/trial_name"]
-    tried = {one["name"]: one["increase"] for one in plan.trial.tried}
+    tried = {one.name: one.increase for one in plan.trial.tried}
     assert tried["solver"] == row["snip/trial/solver"] and tried["lowest"] == row["snip/trial/lowest"]
     assert plan.achieved >= 0.5 and row["snip/plan_hash"] == plan.hash
 

@@ -11,12 +11,11 @@ import torch
 
 from megatron_snip.formats import format as format_module
 from megatron_snip.formats import get_format, register
-from megatron_snip.mesh import Axis
 from megatron_snip.quant import LinearPrecision, LinearShape, Operands, RoundingKey
 from megatron_snip.quant.linears.operands import LinearCall
 from megatron_snip.snip.measure import linear_probe
 from megatron_snip.snip.measure.block_probe import BlockProbe
-from megatron_snip.snip.measure.linear_probe import LinearProbe, Place
+from megatron_snip.snip.measure.linear_probe import LinearProbe
 from megatron_snip.snip.measure.statistics import Statistics
 from tests.unit.snip.measure.test_probe import ITERATION, batch_of
 
@@ -77,11 +76,11 @@ def nearest() -> Iterator[str]:
 
 @pytest.mark.parametrize("cut", [("input", "weight"), ("weight", "grad_output"), ("input",)])
 @pytest.mark.parametrize("updates", [False, True])
-def test_the_number_of_reductions_over_tp_is_known(updates, cut, nearest):
+def test_the_number_of_reductions_over_tp_is_known(updates, cut, nearest, lone_mesh):
     """A rank that fails makes up for those that it skipped."""
-    one, made = Axis(1, 0, None), []  # type: ignore[arg-type]
+    made: list[None] = []
     formats, shape = [nearest, "nvfp4_plain", "nvfp4", "fp8"], LinearShape("up_proj", 32, 96, kind="up")
-    probe = LinearProbe(shape, formats, Place(one, one, one, one, True), torch.device("cpu"), updates=updates)
+    probe = LinearProbe(shape, formats, lone_mesh, 0, torch.device("cpu"), updates=updates)
     reduce = dict.fromkeys(cut, lambda amax: made.append(amax) or amax)
     call = LinearCall(LinearPrecision.uniform("bf16"), RoundingKey(1, 2, 3))._replace(reduce_amax=reduce)
     probe.measure(Operands(torch.randn(64, 96), torch.randn(32, 96), torch.randn(64, 32), call))

@@ -95,7 +95,7 @@ def made_block(row0s: list[int], errors: dict[str, Tensor]) -> tuple[BlockProbe,
 def see(block: BlockProbe, kind: str, row0: int) -> None:
     x = torch.zeros(8, 16)
     call = LinearCall(LinearPrecision.uniform("bf16"), RoundingKey(1, 1, 0, row0=row0))
-    block.observer(kind).backward(Operands(x, x, x, call))
+    block.see(kind, Operands(x, x, x, call))
 
 
 def sums_of(probes: dict[str, Made]) -> dict[str, float]:

@@ -9,10 +9,9 @@ import torch
 
 from megatron_snip.formats import Hadamard, get_format, register
 from megatron_snip.formats import format as format_module
-from megatron_snip.mesh import Axis
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape, Operands, RoundingKey, quantized_linear
 from megatron_snip.quant.linears.operands import LinearCall
-from megatron_snip.snip.measure.linear_probe import LinearProbe, Place
+from megatron_snip.snip.measure.linear_probe import LinearProbe
 
 KEY = RoundingKey(1, 2, 3)
 
@@ -24,11 +23,10 @@ def rotated():
     del format_module._FORMATS["probed"]
 
 
-def test_errors_per_token_are_those_of_the_output(rotated):
+def test_errors_per_token_are_those_of_the_output(rotated, lone_mesh):
     """By the gradient: what a probe adds up of both operands is G (Q(X) Q(W)^T - X W^T), exactly."""
     x, w, g = torch.randn(64, 96), torch.randn(32, 96), torch.randn(64, 32)
-    one = Axis(1, 0, None)  # type: ignore[arg-type]
-    probe = LinearProbe(LinearShape("up_proj", 32, 96, kind="up"), [rotated], Place(one, one, one, one, True), x.device)
+    probe = LinearProbe(LinearShape("up_proj", 32, 96, kind="up"), [rotated], lone_mesh, 0, x.device)
     shown = probe.measure(Operands(x, w, g, LinearCall(LinearPrecision.uniform("bf16"), KEY)))
     error = quantized_linear(x, w, LinearPrecision.uniform(rotated), key=KEY) - x @ w.T
     torch.testing.assert_close(shown.token_sums[rotated], (g * error).sum(dim=1), rtol=1e-3, atol=1e-3)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_snip.quant import GEMMS, LinearPrecision
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 
 Edit = tuple[str, dict[str, Any], str]  # name, edited object, part of the error
 

@@ -12,7 +12,7 @@ from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.formats import format_names, get_format
 from megatron_snip.formats.element import E2M1
-from megatron_snip.model.spec import linear_shapes
+from megatron_snip.model.llama import LLAMA
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.plan import cost
 from megatron_snip.snip.plan.cost import (
@@ -112,7 +112,7 @@ def test_options_by_granularity():
 
 
 def test_fused_ties_and_stages():
-    shapes = linear_shapes(Config().replace(num_layers=2, hidden_size=128, num_attention_heads=1).model)
+    shapes = LLAMA.linear_shapes(Config().replace(num_layers=2, hidden_size=128, num_attention_heads=1).model)
     assert fused_ties(shapes).tolist() == [0, 0, 0, -1, 1, 1, -1, 2, 2, 2, -1, 3, 3, -1]
     assert stages(SHAPES).tolist() == [0, 1]
 

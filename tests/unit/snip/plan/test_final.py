@@ -6,8 +6,8 @@ import pytest
 
 from megatron_snip.errors import UserError
 from megatron_snip.quant import LinearPrecision, LinearShape
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.final import Final
+from megatron_snip.snip.plan.plan_file import Plan
 
 SHAPES = [LinearShape("a", 2, 3), LinearShape("b", 6, 3)]
 PLAN = Plan.by_hand({"a": LinearPrecision.parse("fp4"), "b": LinearPrecision.parse("fp8/fp4/fp8")}, SHAPES, iteration=3)

@@ -11,7 +11,7 @@ import torch
 
 from megatron_snip.config import Config, SnipConfig
 from megatron_snip.errors import UserError
-from megatron_snip.model.spec import linear_shapes
+from megatron_snip.model.llama import LLAMA
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.coordinator import check_snip
 from megatron_snip.snip.plan import options
@@ -33,7 +33,7 @@ from megatron_snip.snip.plan.recipes import RECIPES
 #: Twelve blocks on two stages, every linear as large as any other, and nothing besides them.
 SHAPES = [
     dataclasses.replace(shape, out_features=128, in_features=128, stage=shape.block // 6, other_flops=0)
-    for shape in linear_shapes(Config().replace(num_layers=12, hidden_size=128, num_attention_heads=1).model)
+    for shape in LLAMA.linear_shapes(Config().replace(num_layers=12, hidden_size=128, num_attention_heads=1).model)
 ]
 NAMES = [shape.name for shape in SHAPES]
 BF16, FP8, FP4 = (LinearPrecision.parse(text) for text in ("bf16", "fp8", "fp4"))
@@ -239,7 +239,7 @@ def test_a_makespan_counts_the_output_layer():
     """It stays in BF16, so its stage gets more FP4 than the other until both take one time."""
     sizes = {"num_layers": 12, "hidden_size": 128, "ffn_hidden_size": 384, "num_attention_heads": 1, "vocab_size": 1024}
     model = Config().replace(**sizes, seq_length=128).model
-    shapes = [dataclasses.replace(shape, stage=shape.block // 6) for shape in linear_shapes(model)]
+    shapes = [dataclasses.replace(shape, stage=shape.block // 6) for shape in LLAMA.linear_shapes(model)]
     found = {}
     for constraint in ("each", "makespan"):
         snip = by_linear(snip_stage_constraint=constraint, snip_target=0.5)

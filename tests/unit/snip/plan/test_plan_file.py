@@ -106,14 +106,6 @@ def test_a_plan_says_what_its_target_counts(tmp_path):
         Plan.from_dict({**plan().to_dict(), "target_unit": "joules"})
 
 
-def test_plan_is_found_in_the_package():
-    import megatron_snip.snip.plan as package
-
-    assert package.Plan is Plan
-    with pytest.raises(AttributeError, match="has no attribute 'Plans'"):
-        package.Plans  # noqa: B018
-
-
 @pytest.mark.parametrize("content", [b"", b'{"version": 1,', b"[]", b"\xff\xfe", None])
 def test_unreadable_files(tmp_path, content):
     path = tmp_path / "bad.json"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -141,6 +141,6 @@ def test_without_updates_only_the_loss_is_known():
 
 def test_a_checkpoint_keeps_predictions():
     predictions = Predictions.of(four_linears())
-    again = Predictions.from_dict(json.loads(json.dumps(predictions.to_dict())))
-    assert again.to_dict() == predictions.to_dict() and again.loss[NAMES[1]]["fp4"] == 20.0
-    assert dataclasses.asdict(again).keys() == {"loss", "weight"}
+    again = Predictions(**json.loads(json.dumps(msgspec.to_builtins(predictions))))
+    assert (again.loss, again.weight) == (predictions.loss, predictions.weight) and again.loss[NAMES[1]]["fp4"] == 20.0
+    assert msgspec.structs.asdict(again).keys() == {"loss", "weight"}

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_snip.config import Config
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.plan import Plan
 from megatron_snip.snip.plan.options import check_choices, read_times, solve_request
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.planner import Planner
 from megatron_snip.train.dry_run.measure import processes
 from megatron_snip.train.memory_plan import joint

@@ -32,8 +32,8 @@ def test_a_row_names_precision_task_and_metric():
     ("change", "message"),
     [
         ({"version": 2}, "field version is 2, but this code reads version 1"),
-        ({"scores": {"bf16": {"arc": {"acc": 0.5}}}}, r"field scores.bf16.arc\[...\]: expected array, got float"),
-        ({"scores": {"bf16": [1]}}, "field scores.bf16 is"),
+        ({"scores": {"bf16": {"arc": {"acc": 0.5}}}}, "field scores.*: expected array, got float"),
+        ({"scores": {"bf16": [1]}}, "field scores.*: expected object, got array"),
         ({"iteration": -1}, "field iteration is -1"),
         ({"more": 1}, "field more is unknown"),
     ],

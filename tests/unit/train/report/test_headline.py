@@ -8,8 +8,7 @@ import math
 import pytest
 
 from megatron_snip.cli.report import report
-from megatron_snip.snip.plan import Plan
-from megatron_snip.snip.plan.plan_file import TrialRecord
+from megatron_snip.snip.plan.plan_file import Plan, TrialRecord, TriedRecord
 from megatron_snip.train.pictures import figures
 from megatron_snip.train.report.headline import headline, last_difference, number, verdict
 from megatron_snip.train.report.run_summary import read_run
@@ -29,8 +28,8 @@ def test_small_numbers_have_one_notation(value, text):
 def tried_run(folder):
     """A run whose last plan was tried and measured: 18 of 21 linears in FP4."""
     tried = [
-        {"name": "solver", "increase": 0.02, "error": 0.001, "predicted": 0.004},
-        {"name": "hold layers.0.mlp.up_proj", "increase": 0.0024, "error": 0.0004, "predicted": 0.0011},
+        TriedRecord("solver", 0.02, 0.001, 0.004),
+        TriedRecord("hold layers.0.mlp.up_proj", 0.0024, 0.0004, 0.0011),
     ]
     trial = TrialRecord("hold layers.0.mlp.up_proj", 0.0024, 0.0004, 4096, tried)
     linears = {name: FP8 if number < 3 else FP4 for number, name in enumerate(NAMES)}

@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 import pytest
 
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.planner import Planner
 from megatron_snip.train.report import sections
 from megatron_snip.train.report.run_summary import read_run

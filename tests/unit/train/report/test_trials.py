@@ -8,7 +8,7 @@ import math
 import plotly.graph_objects as go
 import pytest
 
-from megatron_snip.snip.plan.plan_file import TrialRecord
+from megatron_snip.snip.plan.plan_file import TrialRecord, TriedRecord
 from megatron_snip.train.report import trials
 from megatron_snip.train.report.page import Section, page, table
 from megatron_snip.train.report.sections import write_report
@@ -18,12 +18,12 @@ from tests.unit.train.recorded import NAMES, SHAPES, full_run, line, named, show
 
 def record(best: int) -> TrialRecord:
     """Of three plans, of which one has no finite loss and one no prediction."""
-    tried = (
-        {"name": "solver", "increase": 0.5, "error": 0.01, "predicted": 0.1},
-        {"name": "lowest", "increase": None, "error": None, "predicted": 2.0},
-        {"name": "hold layers.0.mlp.up_proj", "increase": 0.2, "error": 0.02, "predicted": None},
-    )
-    return TrialRecord(tried[best]["name"], tried[best]["increase"], tried[best]["error"], 8192, tried)
+    tried = [
+        TriedRecord("solver", 0.5, 0.01, 0.1),
+        TriedRecord("lowest", None, None, 2.0),
+        TriedRecord("hold layers.0.mlp.up_proj", 0.2, 0.02, None),
+    ]
+    return TrialRecord(tried[best].name, tried[best].increase, tried[best].error, 8192, tried)
 
 
 def plans():

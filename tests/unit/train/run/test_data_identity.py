@@ -197,7 +197,7 @@ def test_a_killed_worker_ends_the_run_after_a_save(run, tmp_path, monkeypatch):
 
     def seed(number, at):
         if at == 3:
-            os.kill(made[0].pids[0], signal.SIGKILL)
+            os.kill(made[0]._all[0].process.pid, signal.SIGKILL)
         plain(number, at)
 
     losses = [row["lm loss"] for row in run(train_iters=5, run_dir=str(tmp_path / "other"))]

@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 
+import msgspec
 import pytest
 
 from megatron_snip.config import Config
@@ -254,4 +255,5 @@ def test_a_running_mean_with_its_standard_error():
     assert seen.following("a", math.nan) == seen.following("a", math.inf) == seen, "what is not finite is left out"
     assert seen.following("b", 3.0).summary() == {"mean": 3.0, "count": 1}, "another plan begins anew"
     assert seen.following("b", math.nan).following("b", 3.0) == RunningMean("b", 1, 3.0)
-    assert RunningMean(**json.loads(json.dumps(vars(seen)))).following("a", 9.0) == seen.following("a", 9.0)
+    again = RunningMean(**json.loads(json.dumps(msgspec.to_builtins(seen))))
+    assert again.following("a", 9.0) == seen.following("a", 9.0)

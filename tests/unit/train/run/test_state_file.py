@@ -14,7 +14,7 @@ import pytest
 from megatron_snip.config import Config
 from megatron_snip.files.json import JsonFileError
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.train.run.run_folder import find_start, run_id_of, with_saved_options
 from megatron_snip.train.run.state_file import new_state, read_run_file, state_of

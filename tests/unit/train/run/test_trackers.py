@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_snip.config import Config
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train.loop import train
 from megatron_snip.train.run import metrics, trackers

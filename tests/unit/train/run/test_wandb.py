@@ -19,7 +19,7 @@ import pytest
 
 from megatron_snip.cli.wandb_dashboard import BAND, HEATMAP, PANELS, TABLE
 from megatron_snip.config import Config
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan_metrics import modelled_metrics
 from megatron_snip.train.run.metrics import MetricsWriter, read_metrics
 from tests.unit.snip.test_coordinator import make

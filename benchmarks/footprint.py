@@ -7,7 +7,7 @@ Per rank, for the stage with the most weights:
            the gradient of o's input
     sent   over tp, per block and microbatch, the token sums [7 F, T] in float32; over dp, once, those errors of wgrad
 
-Source: linear_probe.py and block_probe.py; tests compare these counts with their tensors and collectives.
+Source: snip/measure/linear_probe.py and block_probe.py; tests compare these counts with their tensors and collectives.
 Convention: bytes that a rank passes to collectives; T tokens per microbatch, F formats.
 """
 
