@@ -25,9 +25,9 @@ Exact: what kept inputs and casts of weights take, which dry runs measure.  Esti
 forward or backward of a block are those of the worst option, though its linears may differ; `joint_plan` checks the
 answer by a dry run.  Modelled: seconds, see `rates`.
 
-Convention: U units, O options, B blocks and C choices of a rank, P phases, I inputs with several units, S sets of
-forms.  Groups G of the model are each rank's units and then its inputs; column k C + c of the W columns of a group is
-its option or set k under choice c.  The first unit of a block carries the numbers of the block.
+Convention: U units, O options, B blocks and C choices, of a rank or of all; P phases of a rank; I inputs with several
+units; S sets of forms.  The G groups of the program are its units and then these inputs.  Column k C + c of the W of a
+group is its option or set k under choice c.  The first unit of a block carries the numbers of the block.
 """
 
 from __future__ import annotations
@@ -76,13 +76,10 @@ class Input:
     @property
     def bytes(self) -> Bytes:
         """[S, C]: bytes per microbatch."""
-        sums = [self.kept[list(one)].sum(axis=0) for one in self.sets]
-        return np.array(
-            [
-                each if len(one) == 1 or self.mixed is None else self.mixed
-                for one, each in zip(self.sets, sums, strict=True)
-            ]
-        )
+        made = np.array([self.kept[list(one)].sum(axis=0) for one in self.sets])
+        if self.mixed is not None:
+            made[len(self.kept) :] = self.mixed
+        return made
 
     @property
     def seconds(self) -> Floats:
@@ -90,7 +87,7 @@ class Input:
         more = np.zeros(self.kept.shape[1]) if self.more is None else self.more
         return np.array([more * (len(one) > 1) for one in self.sets])
 
-    @property
+    @cached_property
     def matters(self) -> Bools:
         """[C]: whether the set of forms makes a difference."""
         return np.asarray(np.concatenate([self.bytes, self.seconds]).any(axis=0))
@@ -117,38 +114,6 @@ class Rank:
     unit_seconds: Floats
     stretch: tuple[str, ...]
 
-    @property
-    def first(self) -> Ints:
-        """[B]: the unit that carries the numbers of its block."""
-        return np.array([np.flatnonzero(self.block == b)[0] for b in range(self.blocks.shape[1])], np.int64)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Its groups, and the columns of the widest."""
-        _, units, options, choices = self.units.shape
-        return units + len(self.inputs), choices * max([options, *(len(one.sets) for one in self.inputs)])
-
-    @property
-    def peaks(self) -> Peaks:
-        """Bytes of its phases; those that others dominate are left out."""
-        of_inputs = [self.flight[:, one.block, None, None] * one.bytes for one in self.inputs]
-        return undominated(Peaks(self.base, self._table(self.units, self.blocks, of_inputs), self.stretch))
-
-    @property
-    def seconds(self) -> Floats:
-        """[G, W]: seconds of its groups."""
-        return self._table(self.unit_seconds, self.block_seconds, [one.seconds for one in self.inputs])
-
-    def _table(self, units: NDArray[Any], blocks: NDArray[Any], inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """[..., G, W] from units [..., U, O, C], blocks [..., B, C] and inputs [..., S, C]."""
-        others, taken = units.shape[:-3], units.copy()
-        taken[..., self.first, :, :] += blocks[..., None, :]
-        table = np.zeros((*others, *self.size), units.dtype)
-        for group, values in enumerate([*np.moveaxis(taken, -3, 0), *inputs]):
-            flat = values.reshape(*others, -1)
-            table[..., group, : flat.shape[-1]] = flat
-        return table
-
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -165,39 +130,73 @@ class Problem:
         return int(self.ranks[0].blocks.shape[2])
 
     @cached_property
-    def starts(self) -> list[int]:
-        """The first group of each rank, and the number of groups."""
-        return [0, *np.cumsum([rank.size[0] for rank in self.ranks]).tolist()]
+    def block(self) -> Ints:
+        """[U]: the block of each unit, counted through the ranks."""
+        block, start = np.zeros(len(self.cost), np.int64), 0
+        for rank in self.ranks:
+            block[rank.members] = start + rank.block
+            start += rank.blocks.shape[1]
+        return block
 
     @cached_property
-    def peaks(self) -> list[Peaks]:
-        """The peaks of each rank, over all groups."""
-        every = [rank.peaks for rank in self.ranks]
-        return [dataclasses.replace(one, values=self._whole(at, one.values)) for at, one in enumerate(every)]
+    def first(self) -> Ints:
+        """[B]: the first unit of each block."""
+        return np.unique(self.block, return_index=True)[1]
 
     @cached_property
-    def seconds(self) -> list[Floats]:
-        """The seconds of each rank, over all groups."""
-        return [self._whole(at, rank.seconds) for at, rank in enumerate(self.ranks)]
+    def inputs(self) -> list[Input]:
+        """Those of all ranks, with their blocks and units in the whole program."""
+        found = []
+        for rank in self.ranks:
+            for one in rank.inputs:
+                units = rank.members[list(one.units)]
+                found.append(dataclasses.replace(one, block=int(self.block[units[0]]), units=tuple(units.tolist())))
+        return found
 
     @property
     def blank(self) -> Floats:
         """[G, W]: zeros."""
-        return np.zeros((self.starts[-1], max(rank.size[1] for rank in self.ranks)))
-
-    def _whole(self, at: int, values: NDArray[Any]) -> NDArray[Any]:
-        """[..., G, W] from that of one rank."""
-        table = np.zeros((*values.shape[:-2], *self.blank.shape), values.dtype)
-        table[..., self.starts[at] : self.starts[at + 1], : values.shape[-1]] = values
-        return table
+        widest = max([self.cost.shape[1], *(len(one.sets) for one in self.inputs)])
+        return np.zeros((len(self.cost) + len(self.inputs), self.choices * widest))
 
     def by_option(self, values: Floats, fill: float = 0.0) -> Floats:
         """[G, W] from [U, O], alike under every choice; ``fill`` in the columns that units lack."""
         table, alike = self.blank, np.repeat(values, self.choices, axis=1)
-        for rank, start in zip(self.ranks, self.starts, strict=False):
-            of_units = table[start : start + len(rank.members)]
-            of_units[:] = fill
-            of_units[:, : alike.shape[1]] = alike[rank.members]
+        table[: len(values)] = fill
+        table[: len(values), : alike.shape[1]] = alike
+        return table
+
+    @cached_property
+    def peaks(self) -> list[Peaks]:
+        """Bytes of the phases of each rank; those that others dominate are left out."""
+        found = []
+        for at, rank in enumerate(self.ranks):
+            of_inputs = [rank.flight[:, one.block, None, None] * one.bytes for one in rank.inputs]
+            found.append(
+                undominated(Peaks(rank.base, self._table(at, rank.units, rank.blocks, of_inputs), rank.stretch))
+            )
+        return found
+
+    @cached_property
+    def seconds(self) -> list[Floats]:
+        """[G, W] of each rank."""
+        return [
+            self._table(at, rank.unit_seconds, rank.block_seconds, [one.seconds for one in rank.inputs])
+            for at, rank in enumerate(self.ranks)
+        ]
+
+    def _table(
+        self, at: int, units: NDArray[Any], blocks: NDArray[Any], inputs: Sequence[NDArray[Any]]
+    ) -> NDArray[Any]:
+        """[..., G, W] from units [..., U, O, C], blocks [..., B, C] and inputs [..., S, C] of a rank."""
+        others, taken, rank = units.shape[:-3], units.copy(), self.ranks[at]
+        taken[..., np.unique(rank.block, return_index=True)[1], :, :] += blocks[..., None, :]
+        table = np.zeros((*others, *self.blank.shape), units.dtype)
+        start = len(self.cost) + sum(len(before.inputs) for before in self.ranks[:at])
+        groups = [*rank.members.tolist(), *range(start, start + len(inputs))]
+        for group, values in zip(groups, [*np.moveaxis(taken, -3, 0), *inputs], strict=True):
+            flat = values.reshape(*others, -1)
+            table[..., group, : flat.shape[-1]] = flat
         return table
 
 
@@ -277,36 +276,31 @@ def _answer(problem: Problem, model: Model, start: Chosen | None = None) -> Answ
 def _open(problem: Problem) -> Floats:
     """[G, W]: 0 for columns that a plan may take, infinite for others."""
     table, choices = problem.by_option(np.where(problem.allowed, 0.0, np.inf), np.inf), problem.choices
-    for rank, start in zip(problem.ranks, problem.starts, strict=False):
-        for row, one in zip(table[start + len(rank.members) :], rank.inputs, strict=False):
-            row[:] = np.inf
-            for choice, all_sets in enumerate(one.matters):  # or else one set stands for all
-                row[choice : (len(one.sets) if all_sets else 1) * choices : choices] = 0.0
+    for row, one in zip(table[len(problem.cost) :], problem.inputs, strict=True):
+        row[:] = np.inf
+        for choice, all_sets in enumerate(one.matters):  # or else one set stands for all
+            row[choice : (len(one.sets) if all_sets else 1) * choices : choices] = 0.0
     return table
 
 
 def _links(problem: Problem) -> list[Row]:
     """Rows that make all groups of a block take one choice, and inputs keep the forms that their units need."""
-    rows = []
-    for rank, start in zip(problem.ranks, problem.starts, strict=False):
-        options, count, first = rank.units.shape[2], len(rank.members), rank.first
-        block_of = [*rank.block.tolist(), *(one.block for one in rank.inputs)]
-        for choice in range(problem.choices):
-            chosen = np.arange(choice, problem.blank.shape[1], problem.choices)
-            for group, block in enumerate(block_of):
-                if choice and group != first[block]:  # the first choice follows from the others
+    rows, (units, options) = [], problem.cost.shape
+    block_of = [*problem.block.tolist(), *(one.block for one in problem.inputs)]
+    for choice in range(problem.choices):
+        chosen = np.arange(choice, problem.blank.shape[1], problem.choices)
+        for group, block in enumerate(block_of):
+            if choice and group != problem.first[block]:  # the first choice follows from the others
+                row = problem.blank
+                row[group, chosen], row[problem.first[block], chosen[:options]] = 1.0, -1.0
+                rows.append(Row(row, 0.0, lower=0.0))
+        for group, one in enumerate(problem.inputs, units):
+            for form in set(one.forms) if one.matters[choice] else ():
+                for u in one.units:
                     row = problem.blank
-                    row[start + group, chosen] = 1.0
-                    row[start + first[block], chosen[:options]] = -1.0
-                    rows.append(Row(row, 0.0, lower=0.0))
-            for i, one in enumerate(rank.inputs):
-                for form in set(one.forms) if one.matters[choice] else ():
-                    having = chosen[[k for k, held in enumerate(one.sets) if form in held]]
-                    for u in one.units:
-                        row = problem.blank
-                        row[start + u, chosen[[o for o, kept in enumerate(one.forms) if kept == form]]] = 1.0
-                        row[start + count + i, having] = -1.0
-                        rows.append(Row(row, 0.0))
+                    row[u, chosen[[o for o, kept in enumerate(one.forms) if kept == form]]] = 1.0
+                    row[group, chosen[[k for k, held in enumerate(one.sets) if form in held]]] = -1.0
+                    rows.append(Row(row, 0.0))
     return rows
 
 
@@ -325,13 +319,12 @@ def _rows(problem: Problem, budget: int, quality: float, z: float = 0.0) -> list
 
 
 def _chosen(problem: Problem, answer: Answer) -> Chosen:
-    options, blocks = np.zeros(len(problem.cost), np.int64), []
-    for rank, start in zip(problem.ranks, problem.starts, strict=False):
-        columns = answer.choice[start : start + len(rank.members)]
-        options[rank.members], choice = columns // problem.choices, columns % problem.choices
-        assert (choice == choice[rank.first][rank.block]).all(), "a block has one choice"
-        blocks.append(choice[rank.first].tolist())
-    return dataclasses.replace(given(problem, options, blocks), status=answer.status)
+    options, choice = np.divmod(answer.choice[: len(problem.cost)], problem.choices)
+    blocks = choice[problem.first]
+    assert (choice == blocks[problem.block]).all(), "a block has one choice"
+    ends = np.cumsum([rank.blocks.shape[1] for rank in problem.ranks])
+    of_ranks = [part.tolist() for part in np.split(blocks, ends[:-1])]
+    return dataclasses.replace(given(problem, options, of_ranks), status=answer.status)
 
 
 def given(problem: Problem, options: Ints, blocks: Sequence[Sequence[int]]) -> Chosen:
@@ -345,15 +338,13 @@ def given(problem: Problem, options: Ints, blocks: Sequence[Sequence[int]]) -> C
 
 def _columns(problem: Problem, options: Ints, blocks: Sequence[Sequence[int]]) -> Ints:
     """[G]: the columns of a plan, see ``given``."""
-    columns: list[int] = []
-    for rank, chosen in zip(problem.ranks, blocks, strict=True):
-        choice, own = np.array(chosen, np.int64), options[rank.members]
-        columns += (own * problem.choices + choice[rank.block]).tolist()
-        for one in rank.inputs:
-            needed = tuple(sorted({one.forms[own[u]] for u in one.units}))
-            at = one.sets.index(needed) if one.matters[choice[one.block]] else 0
-            columns.append(at * problem.choices + int(choice[one.block]))
-    return np.array(columns, np.int64)
+    choice = np.concatenate([np.array(chosen, np.int64) for chosen in blocks])
+    of_inputs = []
+    for one in problem.inputs:
+        needed = tuple(sorted({one.forms[options[u]] for u in one.units}))
+        at = one.sets.index(needed) if one.matters[choice[one.block]] else 0
+        of_inputs.append(at * problem.choices + choice[one.block])
+    return np.array([*(options * problem.choices + choice[problem.block]), *of_inputs], np.int64)
 
 
 def _short(problem: Problem, budget: int, quality: float) -> UserError:

@@ -25,7 +25,7 @@ from megatron_snip.train.dry_run.counts import Measured
 from megatron_snip.train.dry_run.measure import end_ranks, measure, processes, without_files
 from megatron_snip.train.memory_plan import joint
 from megatron_snip.train.memory_plan.auto import MOST_PROCESSES, TRIES, choices_of, held_blocks
-from megatron_snip.train.memory_plan.joint_tables import Model, tables
+from megatron_snip.train.memory_plan.joint_tables import tables
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, made_for
 from megatron_snip.train.memory_plan.program import GIB
 from megatron_snip.train.memory_plan.rates import rates_of
@@ -73,9 +73,7 @@ class JointPlanner:
         request = planner.request(config.snip.snip_objective)
         self.alone: Solution = request.solve()
         self.program: Program = checked(request)
-        options, times = planner.choices.options, planner.times
-        self.model = Model(self.config, world_size, planner.shapes, self.program.group, options, times)
-        ranks = tables(self.model, pool)
+        ranks = tables(self.config, world_size, planner, self.program.group, pool)
         self.problem = joint.Problem(ranks, self.program.cost, self.program.allowed, self.program.limits)
 
     def plan(self, gib: float) -> Together:
