@@ -49,7 +49,10 @@ class Together:
     def told(self) -> str:
         """One line: seconds of the slowest rank and quality loss, against planning one after the other."""
         seconds = max(self.found.seconds)
-        said = f"{self.memory.told}; {seconds:.4g} s an iteration by {self.memory.rates} rates"
+        said = (
+            f"{self.memory.told}; {seconds:.4g} s an iteration by {self.memory.rates} rates, at most "
+            f"{self.found.gap:.2%} above the least"
+        )
         if self.apart is None:
             return f"{said}; no plan of precision first and then memory was found"
         first = max(self.apart.seconds)

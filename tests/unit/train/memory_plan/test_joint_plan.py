@@ -94,4 +94,5 @@ def test_the_plan_fits_and_is_no_worse_than_one_after_the_other(planned):
     assert made.found.quality <= made.apart.quality * (1 + 1e-9) and set(made.memory.blocks) != {"full"}
     assert set(made.precision.linears.values()) <= {LinearPrecision.parse(name) for name in ("mxfp8", "nvfp4")}
     assert made.memory.memory_gib == gib and "less than" in made.told
+    assert made.memory.gap == made.found.gap and made.precision.solver.gap == made.found.loss_gap
     made.memory.check(replace(planned.config), WORLD, "the plan")
