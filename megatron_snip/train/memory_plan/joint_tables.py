@@ -104,7 +104,7 @@ class _Rank:
     def _inputs(self, unit: Ints) -> tuple[list[joint.Input], Bytes, Bytes]:
         """Inputs of several units; bytes kept per microbatch of others, by linear [L, O, C], and of all [O, B, C]."""
         forms, row_of = forms_of(self.planner.choices.options), {s.name: row for row, s in enumerate(self.linears)}
-        options, choices, found = len(self.phases), len(self.phases[0]), []
+        options, choices, link, found = len(self.phases), len(self.phases[0]), rates_of(self.config).link, []
         alone = np.zeros((len(unit), options, choices), np.int64)
         kept = np.zeros((options, len(self.blocks), choices), np.int64)
         for name, one in self.phases[0][0].inputs.items():
@@ -118,7 +118,7 @@ class _Rank:
             if one.gathers:
                 mixed = np.where(sizes.any(axis=0), one.rows, 0)
                 gathers = self.microbatches * np.where(sizes[0] == 0, 3, 2)
-                more = gathers * (one.rows - each.max(axis=1).mean()) / rates_of(self.config).link
+                more = gathers * (one.rows - each.max(axis=1).mean()) / link
             found.append(joint.Input(int(self.place[row]), units, forms, each, mixed, more))
         return found, alone, kept
 
