@@ -98,7 +98,8 @@ class _Rank:
         inputs, alone, kept = self._inputs(unit)
         base, of_blocks, weights, flight, names = self._phases(kept)
         of_units = np.zeros((len(base), *of_unit.shape), np.int64)
-        np.add.at(of_units, (slice(None), unit), weights + flight[:, self.place, None, None] * alone)
+        for row, u in enumerate(unit.tolist()):
+            of_units[:, u] += weights[:, row] + flight[:, self.place[row], None, None] * alone[row]
         return joint.Rank(stage, members, block, base, of_blocks, of_units, inputs, flight, seconds, of_unit, names)
 
     def _inputs(self, unit: Ints) -> tuple[list[joint.Input], Bytes, Bytes]:
