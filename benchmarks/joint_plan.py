@@ -66,7 +66,8 @@ CASES = {
     ),
     "7b_batch_4": ("--config examples/llama_7b/llama_7b.toml --micro-batch-size 4", 8, (50.0, 60.0, 70.0, 78.0)),
     "7b": ("--config examples/llama_7b/llama_7b.toml", 8, (30.0, 32.0, 34.0, 36.0)),
-    "70b": ("--config examples/llama_70b/llama_70b.toml", 64, (34.0, 40.0)),
+    "70b": ("--config examples/llama_70b/llama_70b.toml", 64, (80.0,)),
+    "70b_batch_4": ("--config examples/llama_70b/llama_70b.toml --micro-batch-size 4", 64, (80.0,)),
 }
 
 
