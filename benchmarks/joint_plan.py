@@ -33,6 +33,7 @@ from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.planner import Planner
 from megatron_snip.train.dry_run.measure import processes, without_files
 from megatron_snip.train.memory_plan import joint
+from megatron_snip.train.memory_plan.auto import choices_of
 from megatron_snip.train.memory_plan.joint_plan import JointPlanner
 from megatron_snip.train.memory_plan.program import GIB
 from megatron_snip.train.setup import snip_shapes
@@ -65,7 +66,8 @@ CASES = {
     ),
     "7b_batch_4": ("--config examples/llama_7b/llama_7b.toml --micro-batch-size 4", 8, (50.0, 60.0, 70.0, 78.0)),
     "7b": ("--config examples/llama_7b/llama_7b.toml", 8, (30.0, 32.0, 34.0, 36.0)),
-    "70b": ("--config examples/llama_70b/llama_70b.toml", 64, (34.0, 40.0)),
+    "70b": ("--config examples/llama_70b/llama_70b.toml", 64, (80.0,)),
+    "70b_batch_4": ("--config examples/llama_70b/llama_70b.toml --micro-batch-size 4", 64, (80.0,)),
 }
 
 
@@ -115,21 +117,20 @@ class Case:
 
     def told(self, found: joint.Chosen) -> dict[str, Any]:
         """A plan as numbers."""
-        names, model = self.joint.model.choices, self.joint.model
+        names, planner = choices_of(self.joint.config), self.joint.planner
         chosen = [names[c] for rank in found.blocks for c in rank]
-        linears = {
-            shape.name: model.options[found.options[unit]] for shape, unit in zip(model.shapes, model.unit, strict=True)
-        }
+        options = found.options[self.joint.program.group].tolist()
+        linears = {s.name: planner.choices.options[o] for s, o in zip(planner.shapes, options, strict=True)}
         return {
             "seconds": max(found.seconds), "quality_loss": found.quality, "peak_gib": max(found.peaks) / GIB,
-            "fp4_share": achieved(model.shapes, linears), "blocks": {n: chosen.count(n) for n in names},
-            "status": found.status, "gap": found.gap,
+            "fp4_share": achieved(planner.shapes, linears), "blocks": {n: chosen.count(n) for n in names},
+            "status": found.status, "gap": found.gap, "loss_gap": found.loss_gap,
         }  # fmt: skip
 
     def plans(self, gib: float) -> dict[str, Any]:
         """Name -> plan, for one budget."""
         budget, found = int(gib * GIB), {}
-        for flag, choice in zip(self.joint.model.choices, range(self.problem.choices)):
+        for choice, flag in enumerate(choices_of(self.joint.config)):
             blocks = [[choice] * len(rank) for rank in self.blocks()]
             for said, options in (
                 ("mxfp8", self.everywhere(0)), ("nvfp4", self.everywhere(1)), ("precision plan", self.alone())

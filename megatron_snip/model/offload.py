@@ -10,7 +10,7 @@ The last block of any other stage fetches its copies itself when its backward be
 Copies are of whole storages, once each, because several saved tensors may be views of one.  On GPUs they go through
 pinned memory on streams of their own.  Memory is freed in the order of the compute stream, which waits for a copy's
 event first: with ``record_stream``, how much is held would depend on how far the host is ahead.  On CPUs a copy lies in
-the same memory, and only a dry run counts it apart (`dry_run.counts`).
+the same memory, made by an operator of its own, by which a dry run knows it (`dry_run.counts`).
 
 What never leaves: weights and their casts, tensors that other blocks read too, and small ones.
 """
@@ -33,7 +33,7 @@ MIN_BYTES = 16 * 1024
 def to_host(whole: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
     """A copy of ``whole`` [bytes] on the host, made by ``stream`` of a GPU."""
     if stream is None:
-        return whole.clone()
+        return _cpu_to_host(whole)
     stream.wait_stream(torch.cuda.current_stream(whole.device))
     made = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
     with torch.cuda.stream(stream):
@@ -43,11 +43,25 @@ def to_host(whole: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
 def to_device(host: Tensor, device: torch.device, stream: torch.cuda.Stream | None) -> Tensor:
     """A copy of ``host`` [bytes] on the device, made by ``stream`` of a GPU."""
     if stream is None:
-        return host.clone()
+        return _cpu_to_device(host)
     made = torch.empty(host.shape, dtype=host.dtype, device=device)  # of the compute stream's memory, which frees it
     stream.wait_stream(torch.cuda.current_stream(device))  # until then, queued kernels may use this memory
     with torch.cuda.stream(stream):
         return made.copy_(host, non_blocking=True)
+
+
+@torch.library.custom_op("megatron_snip::to_host", mutates_args=())
+def _cpu_to_host(whole: Tensor) -> Tensor:
+    return whole.clone()
+
+
+@torch.library.custom_op("megatron_snip::to_device", mutates_args=())
+def _cpu_to_device(host: Tensor) -> Tensor:
+    return host.clone()
+
+
+for _copy in (_cpu_to_host, _cpu_to_device):
+    _copy.register_fake(torch.empty_like)
 
 
 class _Copy:

@@ -14,7 +14,7 @@ Shapes: B sequences, S tokens of a sequence, T = B * S tokens, K input and N out
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.mesh import Axis
 from megatron_snip.parallel.tags import Tags, add_parameter
 from megatron_snip.quant import LINEAR_IMPLS, Casts, LinearCall, LinearPrecision, RoundingKey, StepContext, name_stream
-from megatron_snip.quant.casts.cast import Form, swiglu_product
+from megatron_snip.quant.casts.cast import Form, Operand, swiglu_product
 from megatron_snip.quant.casts.codes import Sent
 from megatron_snip.quant.linears import linear_op
 from megatron_snip.quant.linears.collectives import start_gather, start_sum
@@ -56,13 +56,14 @@ class Region:
     """The part of a block whose activations are split over tp.
 
     tp_cp: the ranks that together have a microbatch's activations; None: tp alone.
-    forward_only: whether the current forward runs again before its backward.
+    forward_only: whether the current forward runs again before its backward.  watch: that of each `Group` of linears.
     """
 
     axis: Axis
     sequence_parallel: bool
     tp_cp: Axis | None = None
     forward_only: bool = False
+    watch: Callable[[Sequence[Tensor], Group, Sequence[Operand]], None] | None = None
 
     @contextmanager
     def run_again_later(self) -> Iterator[None]:
@@ -208,7 +209,7 @@ class _ParallelLinear(nn.Module):
             call, implementation = linear.linear_call(context), LINEAR_IMPLS[linear.impl]
             backends = implementation.backends(call, device, rows * self.parts, linear._inputs, linear._outputs)
             calls.append(call.on(backends))
-        return Group(calls, self._axis, self.parts > 1, self.whole_amax)
+        return Group(calls, self._axis, self.parts > 1, self.whole_amax, self.region.watch)
 
     def forward(self, x: Tensor, context: StepContext | Tensor, up: Tensor | None = None) -> Tensor:
         """x [B, S/tp or S, K] -> [B, S, N/tp] if columns are split; x [B, S, K/tp] -> [B, S/tp or S, N] if rows are.

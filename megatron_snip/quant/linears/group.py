@@ -42,13 +42,15 @@ class Group(NamedTuple):
 
     axis: tp, over which the input's gradient is summed; None if no other rank reads the input.
     gathers: whether each rank has a part of the input's rows.  reduce_part: maps the amax of this part to that of the
-    whole input; the calls' own ``reduce_amax`` is for the gathered rows.
+    whole input; the calls' own ``reduce_amax`` is for the gathered rows.  watch: told of the inputs and of what is kept
+    in each forward, for a dry run.
     """
 
     calls: Sequence[LinearCall]
     axis: Axis | None = None
     gathers: bool = False
     reduce_part: ReduceAmax | None = None
+    watch: Callable[[Sequence[Tensor], Group, Sequence[Operand]], None] | None = None
 
     @property
     def observed(self) -> bool:
@@ -108,6 +110,8 @@ def forward(
     for operand, w, call in zip(wholes, ws, group.calls, strict=True):
         weight = (call.weight_casts or Casts()).operand(w, "fprop", call, x.dtype, training=needs_wgrad)
         ys.append(call.backends["fprop"].multiply("fprop", operand, weight, x.dtype, x.dtype))
+    if group.watch is not None:
+        group.watch(inputs, group, kept)
     return ys, kept
 
 

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,7 +15,6 @@ from torch import Tensor
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import name_stream
 from megatron_snip.quant.casts.cast import Operand
-from megatron_snip.quant.linears import group as linears_of_group
 from megatron_snip.quant.linears.group import Group
 from megatron_snip.train.dry_run.counts import Tracker
 
@@ -28,52 +25,30 @@ class Input:
 
     linears: their names.  kept: bytes of its casts that a microbatch keeps for wgrad, 0 if forward runs again.  rows:
     bytes of the tensor itself on this rank.  gathers: whether linears of different formats keep these rows in place of
-    casts (see `quant.linears.group`).  again: whether fprop runs again in backward.
+    casts (see `quant.linears.group`).
     """
 
     linears: tuple[str, ...]
     kept: int
     rows: int
     gathers: bool
-    again: bool = False
 
 
 class Linears:
-    """Watches the linears of a rank inside ``watched``.  linears: by name, as `LlamaStage.linears` gives them."""
+    """Notes what the linears of a rank keep.  linears: by name, as `LlamaStage.linears` gives them."""
 
     def __init__(self, tracker: Tracker, linears: Mapping[str, Any]) -> None:
         self.tracker, self.linears = tracker, linears
         self.names = {name_stream(name): name for name in linears}
-        self.inputs: dict[str, Input] = {}
-
-    def begin(self) -> None:
-        """Restart with the stretch."""
-        self.inputs = {}
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within the block, every forward of a group of linears is noted."""
-        plain = linears_of_group.forward
-
-        def forward(
-            inputs: Sequence[Tensor], ws: Sequence[Tensor], group: Group, *, needs_wgrad: bool
-        ) -> tuple[list[Tensor], list[Operand]]:
-            ys, kept = plain(inputs, ws, group, needs_wgrad=needs_wgrad)
-            self._note(inputs, group, kept)
-            return ys, kept
-
-        with mock.patch.object(linears_of_group, "forward", forward):
-            yield
+        self.inputs: dict[str, Input] = {}  # by the first linear
+        for linear in linears.values():
+            linear.region.watch = self._note
 
     def _note(self, inputs: Sequence[Tensor], group: Group, kept: Sequence[Operand]) -> None:
-        keys = [call.key for call in group.calls]
-        names = tuple(self.names[key.stream] for key in keys if key is not None)
-        if torch._C._current_graph_task_id() != -1:
-            self.inputs[names[0]] = replace(self.inputs[names[0]], again=True)
-        elif names[0] not in self.inputs:
-            later = group.calls[0].forward_only
+        names = tuple(self.names[call.key.stream] for call in group.calls if call.key is not None)
+        if torch._C._current_graph_task_id() == -1 and names[0] not in self.inputs:
             parts = [part for one in kept for part in one[1:4] if isinstance(part, Tensor)]
-            size = 0 if later else self._bytes(*parts)
+            size = 0 if group.calls[0].forward_only else self._bytes(*parts)
             self.inputs[names[0]] = Input(names, size, self._bytes(inputs[0]), group.gathers)
 
     def weights(self) -> dict[str, int]:

@@ -35,7 +35,6 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_snip.mesh import AXES, Mesh
-from megatron_snip.model import offload
 from megatron_snip.quant.casts.cast import Form, form_of
 from megatron_snip.quant.kernels import op
 
@@ -51,6 +50,8 @@ _COLLECTIVES = {
     "send": ("send", 0, 1),
     "recv_": ("recv", 0, 1),
 }
+#: Operators of `model.offload` -> their names here.
+_COPIES = {"to_host": "to host", "to_device": "from host"}
 #: aten ops that launch nothing, besides views, which have a marked schema.
 _SILENT = (
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view",
@@ -224,7 +225,6 @@ class Tracker(TorchDispatchMode):
         self.has_host = False  # whether some tensors are of the kind HOST
         self._axes: dict[str, str] = {}
         self._resize = torch.UntypedStorage.resize_
-        self._to_host, self._to_device = offload.to_host, offload.to_device
         self._shape_of = ShardingPropagator._propagate_tensor_meta_non_cached
         self._propagates = False
 
@@ -262,7 +262,6 @@ class Tracker(TorchDispatchMode):
                 self._propagates = False
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-        offload.to_host, offload.to_device = self._sent, self._fetched  # type: ignore[misc]
         # DTensor finds the shape of an op's result once, by the op on fake tensors of the whole shape
         ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[method-assign,assignment]
         super().__enter__()
@@ -271,7 +270,6 @@ class Tracker(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        offload.to_host, offload.to_device = self._to_host, self._to_device
         ShardingPropagator._propagate_tensor_meta_non_cached = self._shape_of  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -303,6 +301,8 @@ class Tracker(TorchDispatchMode):
             self._count_collective(name, args)
             return
         self.memory.add(outs, "activations" if torch._C._current_graph_task_id() == -1 else "temporaries")
+        if space == "megatron_snip" and name in _COPIES:
+            self._count_copy(_COPIES[name], args[0], outs[0])
         if self.has_host and any((at := self.memory.of(one)) and at.kind == HOST for one in _tensors(args)):
             return
         if space == "megatron_snip":
@@ -335,23 +335,16 @@ class Tracker(TorchDispatchMode):
         if (entry := self.memory.of(tensor)) is not None:
             entry.kind, entry.fmt = source.kind, source.fmt
 
-    def _sent(self, whole: Tensor, stream: Any) -> Tensor:
-        made = self._to_host(whole, stream)
-        self.memory.is_on_host(made)
-        return self._counted("to host", made)
-
-    def _fetched(self, host: Tensor, device: torch.device, stream: Any) -> Tensor:
-        made = self._to_device(host, device, stream)
-        self.memory.mark([made], "activations")
-        there, here = self.memory.of(host), self.memory.of(made)
-        assert there is not None and here is not None
-        there.fetched.append(here)
-        return self._counted("from host", made)
-
-    def _counted(self, name: str, made: Tensor) -> Tensor:
-        self.counts["count", HOST, name] += 1
-        self.counts["bytes", HOST, name] += made.nbytes
-        return made
+    def _count_copy(self, way: str, source: Tensor, made: Tensor) -> None:
+        if way == "to host":
+            self.memory.is_on_host(made)
+        else:
+            there, here = self.memory.of(source), self.memory.of(made)
+            assert there is not None and here is not None
+            here.kind = "activations"
+            there.fetched.append(here)
+        self.counts["count", HOST, way] += 1
+        self.counts["bytes", HOST, way] += made.nbytes
 
     def _label_casts(self, name: str, args: Any, outs: list[Tensor]) -> None:
         """Mark the outputs of casts, with their format."""

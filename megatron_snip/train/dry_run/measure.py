@@ -106,29 +106,25 @@ def measure(config: Config, world_size: int, rank: int, memory_plan: MemoryPlan 
         return stretches.measured()
 
 
-def measure_phases(config: Config, world_size: int, rank: int, memory_plan: MemoryPlan) -> list[tuple[Stretch, Phases]]:
-    """The same cut into phases, without trials, which keep nothing for a backward."""
-    with _built(config, world_size, rank, memory_plan) as stretches:
-        stretches.recorder = stretches.recorded()
-        found = stretches.measured(trials=False)
-        return list(zip(found.stretches, stretches.phases, strict=True))
+def measure_phases(
+    config: Config, world_size: int, rank: int, memory_plan: MemoryPlan, precision: LinearPrecision | None = None
+) -> list[tuple[Stretch, Phases]]:
+    """The same cut into phases, without trials, which keep nothing for a backward.
 
-
-def measure_formats(
-    config: Config, world_size: int, rank: int, memory_plan: MemoryPlan, precision: LinearPrecision
-) -> tuple[Stretch, Phases]:
-    """An iteration with all linears in one precision, cut into phases, with what depends on formats.
-
-    config: with --precision snip, whose options decide the device.
+    precision: instead, only an iteration with all linears in it, with what depends on formats.  The options of
+    --precision snip then decide the device alone.
     """
     with _built(config, world_size, rank, memory_plan) as stretches:
-        parts = stretches.parts
-        linears = Linears(stretches.tracker, parts.linears)
-        stretches.recorder = stretches.recorded(linears)
-        for linear in parts.linears.values():
-            linear.precision = precision
-        with linears.watched():
-            return stretches.iteration(f"iteration, {precision}"), stretches.phases[-1]
+        linears = stretches.parts.linears
+        if precision is None:
+            stretches.recorder = stretches.recorded()
+            measured = stretches.measured(trials=False).stretches
+        else:
+            stretches.recorder = stretches.recorded(Linears(stretches.tracker, linears))
+            for linear in linears.values():
+                linear.precision = precision
+            measured = (stretches.iteration(f"iteration, {precision}"),)
+        return list(zip(measured, stretches.phases, strict=True))
 
 
 @contextlib.contextmanager

@@ -115,8 +115,6 @@ class Recorder:
         self.marks: list[_Mark] = []
         self.each: dict[int, int] = {}
         self.each_host: dict[int, int] = {}
-        if self.linears is not None:
-            self.linears.begin()
         self._open(OUTSIDE)
 
     def _sizes(self) -> tuple[Counter[int], Counter[int]]:

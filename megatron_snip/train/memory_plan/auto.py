@@ -17,6 +17,7 @@ from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import CHOICES
 from megatron_snip.model.stages import is_interleaved, stage_blocks
+from megatron_snip.quant import LinearPrecision
 from megatron_snip.runtime import Runtime
 from megatron_snip.train.dry_run.counts import Measured
 from megatron_snip.train.dry_run.measure import end_ranks, measure, measure_phases, processes
@@ -55,28 +56,36 @@ def choices_of(config: Config) -> tuple[str, ...]:
     return tuple(choice for choice in CHOICES if choice not in left_out)
 
 
-def measure_runs(config: Config, world_size: int, pool: ProcessPoolExecutor) -> list[Runs]:
-    """The runs of each pipeline rank, measured or derived from the rank before it."""
+def measure_runs(
+    config: Config, world_size: int, pool: ProcessPoolExecutor, precisions: Sequence[LinearPrecision | None] = (None,)
+) -> list[list[Runs]]:
+    """In each precision, the runs of each pipeline rank, measured or derived from the rank before it.
+
+    precisions: see `measure_phases`; None is that of the config.
+    """
     blocks, measured, choices = held_blocks(config), measured_ranks(config), choices_of(config)
     each, of_run = world_size // len(blocks), made_for(config, world_size)
     jobs = {
-        (rank, choice): pool.submit(
-            measure_phases, config, world_size, rank * each, MemoryPlan((choice,) * config.model.num_layers, of_run)
+        (rank, choice, column): pool.submit(
+            measure_phases, config, world_size, rank * each, MemoryPlan((choice,) * config.model.num_layers, of_run),
+            precision,
         )
         for rank in measured
         for choice in choices
-    }
-    found: list[Runs] = []
-    for rank in range(len(blocks)):
-        if rank in measured:
-            by_choice = {choice: jobs[rank, choice].result() for choice in choices}
-            units = by_choice[choices[0]][0][1].units
-            may_move = config.dry_run.host_memory_gib is not None and config.training.optimizer_impl == "torch"
-            wanted = host_units(config) if may_move else ()
-            states = tuple(unit for unit in units.states if unit in wanted)
-            found.append(Runs(rank, blocks[rank], by_choice, states=states))
-        else:
-            found.append(dataclasses.replace(found[1], stage=rank, microbatches_less=rank - 1))
+        for column, precision in enumerate(precisions)
+    }  # fmt: skip
+    may_move = config.dry_run.host_memory_gib is not None and config.training.optimizer_impl == "torch"
+    wanted, found = host_units(config) if may_move else (), []
+    for column in range(len(precisions)):
+        ranks: list[Runs] = []
+        for rank in range(len(blocks)):
+            if rank in measured:
+                by_choice = {choice: jobs[rank, choice, column].result() for choice in choices}
+                states = tuple(unit for unit in by_choice[choices[0]][0][1].units.states if unit in wanted)
+                ranks.append(Runs(rank, blocks[rank], by_choice, states=states))
+            else:
+                ranks.append(dataclasses.replace(ranks[1], stage=rank, microbatches_less=rank - 1))
+        found.append(ranks)
     return found
 
 
@@ -127,7 +136,7 @@ class Planner:
     def __init__(self, config: Config, world_size: int, pool: ProcessPoolExecutor) -> None:
         self.config, self.world_size = config, world_size
         self.rates, dp = rates_of(config), config.data_parallel_size(world_size)
-        self.runs = measure_runs(config, world_size, pool)
+        (self.runs,) = measure_runs(config, world_size, pool)
         self.peaks: list[Peaks] = [peaks_of(runs) for runs in self.runs]
         self.host_peaks: list[Peaks] = [host_peaks_of(runs) for runs in self.runs]
         self.seconds = [seconds_of(runs, config, dp, self.rates) for runs in self.runs]

@@ -25,8 +25,9 @@ Exact: what kept inputs and casts of weights take, which dry runs measure.  Esti
 forward or backward of a block are those of the worst option, though its linears may differ; `joint_plan` checks the
 answer by a dry run.  Modelled: seconds, see `rates`.
 
-Convention: U units, O options, B blocks and C choices of a rank, P phases, I inputs with several units, S sets of
-forms.  Groups of the model are units and then inputs; column k C + c of a group is its option or set k under choice c.
+Convention: U units, O options, B blocks and C choices, of a rank or of all; P phases of a rank; I inputs with several
+units; S sets of forms.  The G groups of the program are its units and then these inputs.  Column k C + c of the W of a
+group is its option or set k under choice c.  The first unit of a block carries the numbers of the block.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
 from megatron_snip.snip.plan.milp import ROW_TOLERANCE, Answer, Effort, Model, Row, run_highs, scaled, worst
@@ -73,12 +76,10 @@ class Input:
     @property
     def bytes(self) -> Bytes:
         """[S, C]: bytes per microbatch."""
-        return np.array(
-            [
-                self.kept[list(one)].sum(axis=0) if len(one) == 1 or self.mixed is None else self.mixed
-                for one in self.sets
-            ]
-        )
+        made = np.array([self.kept[list(one)].sum(axis=0) for one in self.sets])
+        if self.mixed is not None:
+            made[len(self.kept) :] = self.mixed
+        return made
 
     @property
     def seconds(self) -> Floats:
@@ -86,7 +87,7 @@ class Input:
         more = np.zeros(self.kept.shape[1]) if self.more is None else self.more
         return np.array([more * (len(one) > 1) for one in self.sets])
 
-    @property
+    @cached_property
     def matters(self) -> Bools:
         """[C]: whether the set of forms makes a difference."""
         return np.asarray(np.concatenate([self.bytes, self.seconds]).any(axis=0))
@@ -113,45 +114,6 @@ class Rank:
     unit_seconds: Floats
     stretch: tuple[str, ...]
 
-    @property
-    def first(self) -> Ints:
-        """[B]: the unit that carries the numbers of its block."""
-        return np.array([np.flatnonzero(self.block == b)[0] for b in range(self.blocks.shape[1])], np.int64)
-
-    @property
-    def groups(self) -> int:
-        """Units and inputs."""
-        return len(self.members) + len(self.inputs)
-
-    @property
-    def width(self) -> int:
-        """Columns of its widest group."""
-        _, _, options, choices = self.units.shape
-        return choices * max([options, *(len(one.sets) for one in self.inputs)])
-
-    def peaks(self, width: int) -> Peaks:
-        """Bytes of its phases over groups and columns; those that others dominate are left out."""
-        phases, units, options, choices = self.units.shape
-        values = np.zeros((phases, self.groups, width), np.int64)
-        of_units = values[:, :units, : options * choices].reshape(phases, units, options, choices)
-        of_units += self.units
-        of_units[:, self.first] += self.blocks[:, :, None, :]
-        values[:, :units, : options * choices] = of_units.reshape(phases, units, -1)
-        for place, one in enumerate(self.inputs):
-            flat = one.bytes.reshape(-1)
-            values[:, units + place, : len(flat)] = self.flight[:, [one.block]] * flat
-        return undominated(Peaks(self.base, values, self.stretch))
-
-    def seconds(self, width: int) -> Floats:
-        """[G, W]: seconds of its groups."""
-        units, options, choices = self.unit_seconds.shape
-        table, taken = np.zeros((self.groups, width)), self.unit_seconds.copy()
-        taken[self.first] += self.block_seconds[:, None, :]
-        table[:units, : options * choices] = taken.reshape(units, -1)
-        for place, one in enumerate(self.inputs):
-            table[units + place, : len(one.sets) * choices] = one.seconds.reshape(-1)
-        return table
-
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -168,46 +130,83 @@ class Problem:
         return int(self.ranks[0].blocks.shape[2])
 
     @cached_property
-    def width(self) -> int:
-        """Columns of the widest group."""
-        return max(rank.width for rank in self.ranks)
+    def block(self) -> Ints:
+        """[U]: the block of each unit, counted through the ranks."""
+        block, start = np.zeros(len(self.cost), np.int64), 0
+        for rank in self.ranks:
+            block[rank.members] = start + rank.block
+            start += rank.blocks.shape[1]
+        return block
 
     @cached_property
-    def starts(self) -> list[int]:
-        """The first group of each rank, and the number of groups."""
-        return [0, *np.cumsum([rank.groups for rank in self.ranks]).tolist()]
+    def first(self) -> Ints:
+        """[B]: the first unit of each block."""
+        return np.unique(self.block, return_index=True)[1]
 
     @cached_property
-    def places(self) -> Ints:
-        """[U]: the group of each unit."""
-        found = np.zeros(len(self.cost), np.int64)
-        for rank, start in zip(self.ranks, self.starts, strict=False):
-            found[rank.members] = start + np.arange(len(rank.members))
+    def inputs(self) -> list[Input]:
+        """Those of all ranks, with their blocks and units in the whole program."""
+        found = []
+        for rank in self.ranks:
+            for one in rank.inputs:
+                units = rank.members[list(one.units)]
+                found.append(dataclasses.replace(one, block=int(self.block[units[0]]), units=tuple(units.tolist())))
         return found
 
-    @cached_property
-    def peaks(self) -> list[Peaks]:
-        """The peaks of each rank."""
-        return [rank.peaks(self.width) for rank in self.ranks]
-
-    def whole(self, at: int, values: Floats) -> Floats:
-        """[G, W] of all ranks from that of one."""
-        table = np.zeros((self.starts[-1], self.width))
-        table[self.starts[at] : self.starts[at + 1]] = values
-        return table
+    @property
+    def blank(self) -> Floats:
+        """[G, W]: zeros."""
+        widest = max([self.cost.shape[1], *(len(one.sets) for one in self.inputs)])
+        return np.zeros((len(self.cost) + len(self.inputs), self.choices * widest))
 
     def by_option(self, values: Floats, fill: float = 0.0) -> Floats:
         """[G, W] from [U, O], alike under every choice; ``fill`` in the columns that units lack."""
-        table = np.zeros((self.starts[-1], self.width))
-        table[self.places] = fill
-        table[self.places, : values.shape[1] * self.choices] = np.repeat(values, self.choices, axis=1)
+        table, alike = self.blank, np.repeat(values, self.choices, axis=1)
+        table[: len(values)] = fill
+        table[: len(values), : alike.shape[1]] = alike
+        return table
+
+    @cached_property
+    def peaks(self) -> list[Peaks]:
+        """Bytes of the phases of each rank; those that others dominate are left out."""
+        found = []
+        for at, rank in enumerate(self.ranks):
+            of_inputs = [rank.flight[:, one.block, None, None] * one.bytes for one in rank.inputs]
+            found.append(
+                undominated(Peaks(rank.base, self._table(at, rank.units, rank.blocks, of_inputs), rank.stretch))
+            )
+        return found
+
+    @cached_property
+    def seconds(self) -> list[Floats]:
+        """[G, W] of each rank."""
+        return [
+            self._table(at, rank.unit_seconds, rank.block_seconds, [one.seconds for one in rank.inputs])
+            for at, rank in enumerate(self.ranks)
+        ]
+
+    def _table(
+        self, at: int, units: NDArray[Any], blocks: NDArray[Any], inputs: Sequence[NDArray[Any]]
+    ) -> NDArray[Any]:
+        """[..., G, W] from units [..., U, O, C], blocks [..., B, C] and inputs [..., S, C] of a rank."""
+        others, taken, rank = units.shape[:-3], units.copy(), self.ranks[at]
+        taken[..., np.unique(rank.block, return_index=True)[1], :, :] += blocks[..., None, :]
+        table = np.zeros((*others, *self.blank.shape), units.dtype)
+        start = len(self.cost) + sum(len(before.inputs) for before in self.ranks[:at])
+        groups = [*rank.members.tolist(), *range(start, start + len(inputs))]
+        for group, values in zip(groups, [*np.moveaxis(taken, -3, 0), *inputs], strict=True):
+            flat = values.reshape(*others, -1)
+            table[..., group, : flat.shape[-1]] = flat
         return table
 
 
 @dataclass(frozen=True)
 class Chosen:
     """A plan: the option of each unit [U]; of each rank the choices of its blocks, bytes at its peak, and seconds; its
-    quality loss, HiGHS's status, and how far its seconds may be from the least, as a share.
+    quality loss, and HiGHS's status.
+
+    gap: how far its seconds may be above the least, as a share.  loss_gap: how far its quality loss may be above the
+    least at its seconds, as a share of what it loses beyond the best option of every unit.
     """
 
     options: Ints
@@ -217,6 +216,7 @@ class Chosen:
     quality: float
     status: str = "given"
     gap: float = 0.0
+    loss_gap: float = 0.0
 
 
 def solve(problem: Problem, budget: int, quality: float, start: Chosen | None = None) -> Chosen:
@@ -227,24 +227,23 @@ def solve(problem: Problem, budget: int, quality: float, start: Chosen | None = 
     fastest = _fastest(problem, budget, quality, start)
     found = least_loss(problem, budget, max(fastest.seconds), fastest)
     if found is None:
-        return fastest
+        return dataclasses.replace(fastest, loss_gap=1.0)
     return dataclasses.replace(found, gap=fastest.gap, status=worst(fastest.status, found.status))
 
 
 def least_loss(problem: Problem, budget: int, seconds: float, start: Chosen) -> Chosen | None:
     """The plan of least quality loss that fits ``budget`` bytes and ``seconds`` on every rank; None if none is found.
 
-    start: a plan that fits.  gap: of the answer's quality loss.
+    start: a plan that fits.
     """
-    rows = [*_links(problem), *_limits(problem, np.inf), *_memory(problem, budget)]
-    tables = [problem.whole(at, rank.seconds(problem.width)) for at, rank in enumerate(problem.ranks)]
-    rows += [scaled(table, seconds * (1 + BUDGET_TOLERANCE)) for table in tables]
+    rows = _rows(problem, budget, np.inf)
+    rows += [scaled(table, seconds * (1 + BUDGET_TOLERANCE)) for table in problem.seconds]
     least = problem.cost.min(axis=1, where=problem.allowed, initial=np.inf)
-    model = Model(problem.by_option(problem.cost - least[:, None]) + _open(problem), rows)
-    answer = run_highs(model, _effort(), _columns(problem, start.options, start.blocks))
-    if answer is None or not all(row.holds(answer.choice) for row in rows):
+    answer = _answer(problem, Model(problem.by_option(problem.cost - least[:, None]) + _open(problem), rows), start)
+    if answer is None:
         return None
-    return _chosen(problem, answer, 1 - answer.bound / answer.cost if answer.cost > 0 else 0.0)
+    gap = 1 - answer.bound / answer.cost if answer.cost > 0 else 0.0
+    return dataclasses.replace(_chosen(problem, answer), loss_gap=gap)
 
 
 def separately(problem: Problem, budget: int, options: Ints) -> Chosen:
@@ -253,126 +252,107 @@ def separately(problem: Problem, budget: int, options: Ints) -> Chosen:
     return _fastest(dataclasses.replace(problem, allowed=fixed, limits=()), budget, np.inf, None)
 
 
-def _effort() -> Effort:
-    return Effort(_GAP, _NODES, _SECONDS, time.perf_counter())
-
-
 def _fastest(problem: Problem, budget: int, quality: float, start: Chosen | None) -> Chosen:
     """The plan of step 1."""
-    rows = [*_links(problem), *_limits(problem, quality)]
-    fitting = [*rows, *_memory(problem, budget)]
-    tables = [problem.whole(at, rank.seconds(problem.width)) for at, rank in enumerate(problem.ranks)]
-    unit = max(float(table.max()) for table in tables) or 1.0
-    slowest = [Row(table / unit, 0.0, z=1.0) for table in tables]
-    known = None if start is None else _columns(problem, start.options, start.blocks)
-    answer = run_highs(Model(_open(problem), [*fitting, *slowest], longest=0.0), _effort(), known)
-    if answer is None or not all(row.holds(answer.choice) for row in fitting):
-        raise _short(problem, rows, budget)
-    found = _chosen(problem, answer, 0.0)
+    rows, unit = _rows(problem, budget, quality), max(float(table.max()) for table in problem.seconds) or 1.0
+    slowest = [Row(table / unit, 0.0, z=1.0) for table in problem.seconds]
+    answer = _answer(problem, Model(_open(problem), [*rows, *slowest], longest=0.0), start)
+    if answer is None:
+        raise _short(problem, budget, quality)
+    found = _chosen(problem, answer)
     if start is not None and max(start.seconds) < max(found.seconds):
         found = start  # within HiGHS's tolerance
     taken = max(found.seconds)
     return dataclasses.replace(found, gap=max(0.0, 1 - answer.bound * unit / taken) if taken > 0 else 0.0)
 
 
+def _answer(problem: Problem, model: Model, start: Chosen | None = None) -> Answer | None:
+    """HiGHS's answer; None if it has none that keeps all rows."""
+    known = None if start is None else _columns(problem, start.options, start.blocks)
+    answer = run_highs(model, Effort(_GAP, _NODES, _SECONDS, time.perf_counter()), known)
+    return answer if answer is not None and model.fits(answer.choice) else None
+
+
 def _open(problem: Problem) -> Floats:
     """[G, W]: 0 for columns that a plan may take, infinite for others."""
-    table = problem.by_option(np.where(problem.allowed, 0.0, np.inf), np.inf)
-    for rank, start in zip(problem.ranks, problem.starts, strict=False):
-        for place, one in enumerate(rank.inputs):
-            row = table[start + len(rank.members) + place]
-            row[:] = np.inf
-            for choice, all_sets in enumerate(one.matters):  # or else one set stands for all
-                row[choice : len(one.sets) * problem.choices : problem.choices if all_sets else problem.width] = 0.0
+    table, choices = problem.by_option(np.where(problem.allowed, 0.0, np.inf), np.inf), problem.choices
+    for row, one in zip(table[len(problem.cost) :], problem.inputs, strict=True):
+        row[:] = np.inf
+        for choice, all_sets in enumerate(one.matters):  # or else one set stands for all
+            row[choice : (len(one.sets) if all_sets else 1) * choices : choices] = 0.0
     return table
 
 
 def _links(problem: Problem) -> list[Row]:
     """Rows that make all groups of a block take one choice, and inputs keep the forms that their units need."""
-    rows = []
-    for rank, start in zip(problem.ranks, problem.starts, strict=False):
-        options, count = rank.units.shape[2], len(rank.members)
-        for choice in range(problem.choices):
-            chosen = np.arange(choice, problem.width, problem.choices)
-            group_of = [*enumerate(rank.block.tolist()), *((count + i, one.block) for i, one in enumerate(rank.inputs))]
-            for group, block in group_of:
-                if choice and group != rank.first[block]:  # the first choice follows from the others
-                    row = np.zeros((problem.starts[-1], problem.width))
-                    row[start + group, chosen] = 1.0
-                    row[start + rank.first[block], chosen[:options]] = -1.0
-                    rows.append(Row(row, 0.0, lower=0.0))
-            for i, one in enumerate(rank.inputs):
-                for form in set(one.forms) if one.matters[choice] else ():
-                    having = chosen[[k for k, held in enumerate(one.sets) if form in held]]
-                    for u in one.units:
-                        row = np.zeros((problem.starts[-1], problem.width))
-                        row[start + u, chosen[[o for o, kept in enumerate(one.forms) if kept == form]]] = 1.0
-                        row[start + count + i, having] = -1.0
-                        rows.append(Row(row, 0.0))
+    rows, (units, options) = [], problem.cost.shape
+    block_of = [*problem.block.tolist(), *(one.block for one in problem.inputs)]
+    for choice in range(problem.choices):
+        chosen = np.arange(choice, problem.blank.shape[1], problem.choices)
+        for group, block in enumerate(block_of):
+            if choice and group != problem.first[block]:  # the first choice follows from the others
+                row = problem.blank
+                row[group, chosen], row[problem.first[block], chosen[:options]] = 1.0, -1.0
+                rows.append(Row(row, 0.0, lower=0.0))
+        for group, one in enumerate(problem.inputs, units):
+            for form in set(one.forms) if one.matters[choice] else ():
+                for u in one.units:
+                    row = problem.blank
+                    row[u, chosen[[o for o, kept in enumerate(one.forms) if kept == form]]] = 1.0
+                    row[group, chosen[[k for k, held in enumerate(one.sets) if form in held]]] = -1.0
+                    rows.append(Row(row, 0.0))
     return rows
 
 
-def _limits(problem: Problem, quality: float) -> list[Row]:
-    """Rows of the quality loss and of the limits, each beyond the least of every unit."""
-    rows = []
+def _rows(problem: Problem, budget: int, quality: float, z: float = 0.0) -> list[Row]:
+    """All rows but those of seconds.  The quality loss and limits are those beyond the least of every unit.
+
+    z: see `Peaks.rows`.
+    """
+    rows = _links(problem)
     for values, most in [(problem.cost, quality), *((limit.values, limit.most) for limit in problem.limits)]:
         least = values.min(axis=1, where=problem.allowed, initial=np.inf)
         beyond = np.where(problem.allowed, values - least[:, None], 0.0)
         if np.isfinite(most):
             rows.append(scaled(problem.by_option(beyond), max(0.0, most - float(least.sum()))))
-    return rows
+    return rows + [row for peaks in problem.peaks for row in peaks.rows(budget, z)]
 
 
-def _memory(problem: Problem, budget: int, z: float = 0.0) -> list[Row]:
-    """Rows of the phases; with ``z``, of their bytes beyond the budget against the longest, in GiB."""
-    rows = []
-    for at, peaks in enumerate(problem.peaks):
-        unit = float(np.abs(peaks.values).max()) or 1.0
-        for values, base in zip(peaks.values, peaks.base.tolist(), strict=True):
-            rows.append(Row(problem.whole(at, values) / unit, (budget - base) / unit, z=z * GIB / unit))
-    return rows
-
-
-def _chosen(problem: Problem, answer: Answer, gap: float) -> Chosen:
-    options, blocks = np.zeros(len(problem.cost), np.int64), []
-    for rank, start in zip(problem.ranks, problem.starts, strict=False):
-        columns = answer.choice[start : start + len(rank.members)]
-        options[rank.members], choice = columns // problem.choices, columns % problem.choices
-        assert (choice == choice[rank.first][rank.block]).all(), "a block has one choice"
-        blocks.append(choice[rank.first].tolist())
-    return dataclasses.replace(given(problem, options, blocks), status=answer.status, gap=gap)
+def _chosen(problem: Problem, answer: Answer) -> Chosen:
+    options, choice = np.divmod(answer.choice[: len(problem.cost)], problem.choices)
+    blocks = choice[problem.first]
+    assert (choice == blocks[problem.block]).all(), "a block has one choice"
+    ends = np.cumsum([rank.blocks.shape[1] for rank in problem.ranks])
+    of_ranks = [part.tolist() for part in np.split(blocks, ends[:-1])]
+    return dataclasses.replace(given(problem, options, of_ranks), status=answer.status)
 
 
 def given(problem: Problem, options: Ints, blocks: Sequence[Sequence[int]]) -> Chosen:
     """What a plan takes: the options of units [U], and of each rank the choices of its blocks."""
-    peaks, seconds, whole = [], [], _columns(problem, options, blocks)
-    for at, rank in enumerate(problem.ranks):
-        columns = whole[problem.starts[at] : problem.starts[at + 1]]
-        peaks.append(problem.peaks[at].of(columns)[0])
-        seconds.append(float(rank.seconds(problem.width)[np.arange(rank.groups), columns].sum()))
+    columns = _columns(problem, options, blocks)
+    seconds = [float(table[np.arange(len(columns)), columns].sum()) for table in problem.seconds]
     quality = float(problem.cost[np.arange(len(options)), options].sum())
-    return Chosen(options, tuple(map(tuple, blocks)), tuple(peaks), tuple(seconds), quality)
+    peaks = tuple(one.of(columns)[0] for one in problem.peaks)
+    return Chosen(options, tuple(map(tuple, blocks)), peaks, tuple(seconds), quality)
 
 
 def _columns(problem: Problem, options: Ints, blocks: Sequence[Sequence[int]]) -> Ints:
     """[G]: the columns of a plan, see ``given``."""
-    columns: list[int] = []
-    for rank, chosen in zip(problem.ranks, blocks, strict=True):
-        choice, own = np.array(chosen, np.int64), options[rank.members]
-        columns += (own * problem.choices + choice[rank.block]).tolist()
-        for one in rank.inputs:
-            needed = tuple(sorted({one.forms[own[u]] for u in one.units}))
-            at = one.sets.index(needed) if one.matters[choice[one.block]] else 0
-            columns.append(at * problem.choices + int(choice[one.block]))
-    return np.array(columns, np.int64)
+    choice = np.concatenate([np.array(chosen, np.int64) for chosen in blocks])
+    of_inputs = []
+    for one in problem.inputs:
+        needed = tuple(sorted({one.forms[options[u]] for u in one.units}))
+        at = one.sets.index(needed) if one.matters[choice[one.block]] else 0
+        of_inputs.append(at * problem.choices + choice[one.block])
+    return np.array([*(options * problem.choices + choice[problem.block]), *of_inputs], np.int64)
 
 
-def _short(problem: Problem, rows: Sequence[Row], budget: int) -> UserError:
+def _short(problem: Problem, budget: int, quality: float) -> UserError:
     """The error for a budget that no plan fits."""
-    answer = run_highs(Model(_open(problem), [*rows, *_memory(problem, 0, z=1.0)], longest=0.0), _effort())
+    answer = _answer(problem, Model(_open(problem), _rows(problem, 0, quality, z=1.0), longest=0.0))
     if answer is None:
         return UserError("no plan keeps all limits; raise one, or lower --snip-target")
-    need, at = max((peak, at) for at, peak in enumerate(_chosen(problem, answer, 0.0).peaks))
+    need, at = max((peak, at) for at, peak in enumerate(_chosen(problem, answer).peaks))
     if need <= budget + ROW_TOLERANCE * GIB:
         return UserError("the solver found no plan in time; raise --memory-gib, or allow fewer options")
     return UserError(

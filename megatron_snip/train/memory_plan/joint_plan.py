@@ -25,7 +25,7 @@ from megatron_snip.train.dry_run.counts import Measured
 from megatron_snip.train.dry_run.measure import end_ranks, measure, processes, without_files
 from megatron_snip.train.memory_plan import joint
 from megatron_snip.train.memory_plan.auto import MOST_PROCESSES, TRIES, choices_of, held_blocks
-from megatron_snip.train.memory_plan.joint_tables import Model, tables
+from megatron_snip.train.memory_plan.joint_tables import tables
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, made_for
 from megatron_snip.train.memory_plan.program import GIB
 from megatron_snip.train.memory_plan.rates import rates_of
@@ -49,7 +49,10 @@ class Together:
     def told(self) -> str:
         """One line: seconds of the slowest rank and quality loss, against planning one after the other."""
         seconds = max(self.found.seconds)
-        said = f"{self.memory.told}; {seconds:.4g} s an iteration by {self.memory.rates} rates"
+        said = (
+            f"{self.memory.told}; {seconds:.4g} s an iteration by {self.memory.rates} rates, at most "
+            f"{self.found.gap:.2%} above the least"
+        )
         if self.apart is None:
             return f"{said}; no plan of precision first and then memory was found"
         first = max(self.apart.seconds)
@@ -73,12 +76,8 @@ class JointPlanner:
         request = planner.request(config.snip.snip_objective)
         self.alone: Solution = request.solve()
         self.program: Program = checked(request)
-        self.model = Model(
-            self.config, world_size, planner.shapes, self.program.group, planner.choices.options, planner.times
-        )
-        self.problem = joint.Problem(
-            tables(self.model, pool), self.program.cost, self.program.allowed, self.program.limits
-        )
+        ranks = tables(self.config, world_size, planner, self.program.group, pool)
+        self.problem = joint.Problem(ranks, self.program.cost, self.program.allowed, self.program.limits)
 
     def plan(self, gib: float) -> Together:
         """Both plans for ``gib`` GiB a rank, checked by a dry run.  Raises UserError if nothing fits."""
@@ -108,13 +107,12 @@ class JointPlanner:
             return None
 
     def files(self, found: joint.Chosen, gib: float | None) -> tuple[Plan, MemoryPlan]:
-        """A joint plan as the two that a run takes."""
+        """A joint plan as the two that a run takes.  The gap of each is that of what it is about: loss and seconds."""
         least = float(self.program.cost.min(axis=1, where=self.program.allowed, initial=np.inf).sum())
-        solution = Solution(
-            found.options[self.program.group], found.quality, least, found.gap, found.status, 0.0
-        )  # the gap is that of the seconds
-        objective, target = self.config.snip.snip_objective, self.planner.config.snip.snip_target
-        precision = self.planner.plan(solution, objective, target)
+        bound = found.quality - found.loss_gap * (found.quality - least)
+        options = found.options[self.program.group]
+        solution = Solution(options, found.quality, bound, found.loss_gap, found.status, 0.0)
+        snip = self.planner.config.snip
         blocks, names = ["keep"] * self.config.model.num_layers, choices_of(self.config)
         for held, chosen in zip(held_blocks(self.config), found.blocks, strict=True):
             for block, choice in zip(held, chosen, strict=True):
@@ -124,7 +122,7 @@ class JointPlanner:
             tuple(blocks), made_for(self.config, self.world_size), gib, tuple(ranks), rates_of(self.config).name,
             found.status, found.gap,
         )  # fmt: skip
-        return precision, memory
+        return self.planner.plan(solution, snip.snip_objective, snip.snip_target), memory
 
     def measured(self, precision: Plan, memory: MemoryPlan) -> list[Measured]:
         """Dry runs of the pipeline's ends under both plans."""

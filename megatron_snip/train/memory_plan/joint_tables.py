@@ -10,220 +10,163 @@ Seconds: each GEMM takes the time of its format, fprop again where it runs again
 of `auto.seconds_of`, and what depends on formats apart from GEMMs (tp's gathers of codes) is spread over linears.
 Where an input's linears differ in format, tp gathers its rows in place of codes of the mean size, in forward, in
 backward, and once more where forward runs again.
+
+Convention: L linears of a rank, U of its units, O options, C choices, B blocks, P phases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from megatron_snip.config import Config
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
-from megatron_snip.snip.plan.cost import GemmTimes
 from megatron_snip.snip.plan.program import Floats, Ints
-from megatron_snip.train.dry_run.by_linear import Input
-from megatron_snip.train.dry_run.counts import Stretch
-from megatron_snip.train.dry_run.measure import measure_formats
-from megatron_snip.train.dry_run.phases import OUTSIDE, Phase, Phases
+from megatron_snip.snip.planner import Planner
+from megatron_snip.train.dry_run.phases import OUTSIDE, Phases
 from megatron_snip.train.memory_plan import joint
-from megatron_snip.train.memory_plan.auto import choices_of, held_blocks, measured_ranks, seconds_of
-from megatron_snip.train.memory_plan.plan_file import MemoryPlan, made_for
-from megatron_snip.train.memory_plan.program import Bytes, Runs
-from megatron_snip.train.memory_plan.rates import Rates, rates_of
-
-#: (choice, option) -> a uniform run of a rank.
-Uniform = Mapping[tuple[str, int], tuple[Stretch, Phases]]
+from megatron_snip.train.memory_plan.auto import held_blocks, measure_runs, seconds_of
+from megatron_snip.train.memory_plan.program import Bytes, Runs, aligned
+from megatron_snip.train.memory_plan.rates import rates_of
 
 
-@dataclass(frozen=True)
-class Model:
-    """What the tables are about.  config: with --precision snip.  unit [L]: the unit of each linear of ``shapes``."""
+def tables(
+    config: Config, world_size: int, planner: Planner, unit: Ints, pool: ProcessPoolExecutor
+) -> list[joint.Rank]:
+    """The tables of each pipeline rank, from its own dry runs or from those of a rank that is alike.
 
-    config: Config
-    world_size: int
-    shapes: Sequence[LinearShape]
-    unit: Ints
-    options: Sequence[LinearPrecision]
-    times: GemmTimes
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The choices of a block."""
-        return choices_of(self.config)
-
-    def linears(self, block: int) -> list[int]:
-        """The linears of a block, as rows of ``shapes``."""
-        return [row for row, shape in enumerate(self.shapes) if shape.block == block]
-
-    def forms(self) -> tuple[int, ...]:
-        """[O]: a number of the form in which wgrad's input is kept, the same for options that keep the same."""
-        kept = [
-            (None, option.wgrad) if first is None else (first, getattr(option, first))
-            for option in self.options
-            for first in [option.sources.get(("wgrad", "input"))]
-        ]
-        return tuple(list(dict.fromkeys(kept)).index(one) for one in kept)
+    config: with --precision snip.  unit: of each linear of the planner.
+    """
+    by_option = measure_runs(config, world_size, pool, planner.choices.options)
+    return [_Rank(config, world_size, planner, unit, runs).table() for runs in zip(*by_option, strict=True)]
 
 
-def tables(model: Model, pool: ProcessPoolExecutor) -> list[joint.Rank]:
-    """The tables of each pipeline rank, from its own dry runs or from those of a rank that is alike."""
-    config, world, rates = model.config, model.world_size, rates_of(model.config)
-    blocks, measured, of_run = held_blocks(config), measured_ranks(config), made_for(config, world)
-    jobs = {
-        (rank, choice, column): pool.submit(
-            measure_formats, config, world, rank * (world // len(blocks)),
-            MemoryPlan((choice,) * config.model.num_layers, of_run), option,
-        )
-        for rank in measured
-        for choice in model.choices
-        for column, option in enumerate(model.options)
-    }  # fmt: skip
-    runs = {rank: {(c, o): job.result() for (at, c, o), job in jobs.items() if at == rank} for rank in measured}
-    found = []
-    for rank in range(len(blocks)):
-        like = rank if rank in measured else 1
-        found.append(_Rank(model, rank, blocks[rank], blocks[like], rank - like).table(runs[like], rates))
-    return found
+def forms_of(options: Sequence[LinearPrecision]) -> tuple[int, ...]:
+    """[O]: a number of the form in which wgrad's input is kept, the same for options that keep the same."""
+    firsts = [option.sources.get(("wgrad", "input"), "wgrad") for option in options]
+    kept = [(first, getattr(option, first)) for first, option in zip(firsts, options, strict=True)]
+    return tuple(list(dict.fromkeys(kept)).index(one) for one in kept)
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """Pipeline rank ``stage`` with ``blocks``, like one whose blocks are ``source``, with ``less`` microbatches fewer
-    in flight.
-    """
+    """A pipeline rank.  runs [O]: with each option everywhere, maybe of another rank that is alike."""
 
-    model: Model
-    stage: int
-    blocks: tuple[int, ...]
-    source: tuple[int, ...]
-    less: int
+    config: Config
+    world_size: int
+    planner: Planner
+    unit: Ints
+    runs: Sequence[Runs]
 
-    def table(self, runs: Uniform, rates: Rates) -> joint.Rank:
-        rows = [self.model.linears(block) for block in self.blocks]
-        members = np.unique(self.model.unit[[row for some in rows for row in some]]) if rows else np.zeros(0, np.int64)
-        local = {unit: place for place, unit in enumerate(members.tolist())}
-        block = np.zeros(len(members), np.int64)
-        unit_of: dict[str, int] = {}  # linear's name in the runs -> unit
-        for b, (own, there) in enumerate(zip(rows, self.source, strict=True)):
-            for row, other in zip(own, self.model.linears(there), strict=True):
-                unit_of[self.model.shapes[other].name] = local[int(self.model.unit[row])]
-                block[unit_of[self.model.shapes[other].name]] = b
-        kept = self._kept(runs)
-        base, of_blocks, of_units, flight, stretch = self._phases(runs, unit_of, kept)
-        inputs = []
-        for name, (linears, sizes, mixed) in kept.items():
-            units = tuple(sorted({unit_of[one] for one in linears}))
-            b, forms = int(block[unit_of[name]]), self.model.forms()
+    @cached_property
+    def phases(self) -> list[list[Phases]]:
+        """[O, C]."""
+        return [[stretches[0][1] for stretches in one.by_choice.values()] for one in self.runs]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """[B]: in the runs."""
+        return self.runs[0].blocks
+
+    @cached_property
+    def linears(self) -> list[LinearShape]:
+        """[L]: in the runs."""
+        return [shape for block in self.blocks for shape in self.planner.shapes if shape.block == block]
+
+    @cached_property
+    def place(self) -> Ints:
+        """[L]: the row of B of each linear's block."""
+        return np.array([self.blocks.index(shape.block) for shape in self.linears], np.int64)
+
+    @property
+    def microbatches(self) -> int:
+        """Of an iteration."""
+        return self.config.num_microbatches(self.config.data_parallel_size(self.world_size))
+
+    def table(self) -> joint.Rank:
+        stage, shapes = self.runs[0].stage, self.planner.shapes
+        own = [row for b in held_blocks(self.config)[stage] for row, shape in enumerate(shapes) if shape.block == b]
+        members, unit = np.unique(self.unit[own], return_inverse=True)
+        seconds, of_linears = self._seconds()
+        block, of_unit = np.zeros(len(members), np.int64), np.zeros((len(members), *of_linears.shape[1:]))
+        block[unit] = self.place
+        np.add.at(of_unit, unit, of_linears)
+        inputs, alone, kept = self._inputs(unit)
+        base, of_blocks, weights, flight, names = self._phases(kept)
+        of_units = np.zeros((len(base), *of_unit.shape), np.int64)
+        for row, u in enumerate(unit.tolist()):
+            of_units[:, u] += weights[:, row] + flight[:, self.place[row], None, None] * alone[row]
+        return joint.Rank(stage, members, block, base, of_blocks, of_units, inputs, flight, seconds, of_unit, names)
+
+    def _inputs(self, unit: Ints) -> tuple[list[joint.Input], Bytes, Bytes]:
+        """Inputs of several units; bytes kept per microbatch of others, by linear [L, O, C], and of all [O, B, C]."""
+        forms, row_of = forms_of(self.planner.choices.options), {s.name: row for row, s in enumerate(self.linears)}
+        options, choices, link, found = len(self.phases), len(self.phases[0]), rates_of(self.config).link, []
+        alone = np.zeros((len(unit), options, choices), np.int64)
+        kept = np.zeros((options, len(self.blocks), choices), np.int64)
+        for name, one in self.phases[0][0].inputs.items():
+            sizes = np.array([[phases.inputs[name].kept for phases in some] for some in self.phases])
+            row, units = row_of[name], tuple(sorted({int(unit[row_of[linear]]) for linear in one.linears}))
+            kept[:, self.place[row]] += sizes
             if len(units) == 1:  # its option decides alone
-                of_units[:, units[0]] += flight[:, b, None, None] * sizes
-            else:
-                each = np.array([sizes[forms.index(form)] for form in range(max(forms) + 1)])
-                more = None if mixed is None else self._more(runs, rates, name, each)
-                inputs.append(joint.Input(b, units, forms, each, mixed, more))
-        of_block, of_unit = self._seconds(runs, rates, unit_of, len(members))
-        return joint.Rank(
-            self.stage, members, block, base, of_blocks, of_units, inputs, flight, of_block, of_unit, stretch
-        )
+                alone[row] = sizes
+                continue
+            each, mixed, more = np.array([sizes[forms.index(form)] for form in range(max(forms) + 1)]), None, None
+            if one.gathers:
+                mixed = np.where(sizes.any(axis=0), one.rows, 0)
+                gathers = self.microbatches * np.where(sizes[0] == 0, 3, 2)
+                more = gathers * (one.rows - each.max(axis=1).mean()) / link
+            found.append(joint.Input(int(self.place[row]), units, forms, each, mixed, more))
+        return found, alone, kept
 
-    def _kept(self, runs: Uniform) -> dict[str, tuple[tuple[str, ...], Bytes, Bytes | None]]:
-        """First linear of an input -> all of them; bytes kept per microbatch [O, C], and of the rows [C] or None."""
-        choices, options = self.model.choices, range(len(self.model.options))
-        some: Mapping[str, Input] = runs[choices[0], 0][1].inputs
-        found: dict[str, tuple[tuple[str, ...], Bytes, Bytes | None]] = {}
-        for name, one in some.items():
-            sizes = np.array([[runs[c, o][1].inputs[name].kept for c in choices] for o in options])
-            mixed = np.where(sizes.any(axis=0), one.rows, 0) if one.gathers else None
-            found[name] = (one.linears, sizes, mixed)
-        return found
+    def _phases(self, inputs: Bytes) -> tuple[Bytes, Bytes, Bytes, Bytes, tuple[str, ...]]:
+        """base [P], blocks [P, B, C] without inputs [O, B, C], weights [P, L, O, C], flight [P, B], and names [P]."""
+        found = []
+        for by_option in zip(*map(aligned, self.runs), strict=True):
+            first, block = by_option[0].phases[0], by_option[0].block
+            name = by_option[0].stretch.partition(",")[0] + (f", block {block}" if block != OUTSIDE else "")
+            flight = np.array([first.flight.get(b, 0) - self.runs[0].microbatches_less for b in self.blocks], np.int64)
+            every = [[(one.peak, sum(one.kept.values()), one.weights) for one in some.phases] for some in by_option]
+            own = np.array([[peak - kept - sum(sizes.values()) for peak, kept, sizes in some] for some in every])
+            weights = np.array([[[sizes.get(s.name, 0) for s in self.linears] for *_, sizes in some] for some in every])
+            rest = (np.array([some.kept for some in by_option]) - flight[:, None] * inputs).max(axis=0)
+            if block != OUTSIDE:
+                rest[self.blocks.index(block)] += own.max(axis=0)
+            base = own.max() if block == OUTSIDE else 0
+            found.append((base, rest, np.moveaxis(weights, -1, 0), flight, name))
+        *arrays, names = zip(*found, strict=True)
+        base, rest, weights, flight = map(np.array, arrays)
+        return base, rest, weights, flight, names
 
-    def _more(self, runs: Uniform, rates: Rates, name: str, kept: Bytes) -> Floats:
-        """[C]: seconds of an iteration that the gathers of an input's rows take beyond those of codes.  kept [F, C]."""
-        config, choices = self.model.config, self.model.choices
-        microbatches = config.num_microbatches(config.data_parallel_size(self.model.world_size))
-        gathers = np.array([2 + runs[choice, 0][1].inputs[name].again for choice in choices])
-        beyond = runs[choices[0], 0][1].inputs[name].rows - kept.max(axis=1).mean()
-        return microbatches * gathers * beyond / rates.link
-
-    def _phases(
-        self, runs: Uniform, unit_of: Mapping[str, int], kept: Mapping[str, tuple[tuple[str, ...], Bytes, Bytes | None]]
-    ) -> tuple[Bytes, Bytes, Bytes, Bytes, tuple[str, ...]]:
-        """base [P], blocks [P, B, C], units [P, U, O, C] without kept inputs, flight [P, B], and names [P]."""
-        choices, options, units = self.model.choices, len(self.model.options), 1 + max(unit_of.values(), default=-1)
-        inputs = np.zeros((len(self.blocks), options, len(choices)), np.int64)
-        for name, (_, sizes, _) in kept.items():
-            inputs[self._place(name)] += sizes
-        order = list(zip(*(phases.order for _, phases in runs.values()), strict=True))
-        order = [alike for alike in order if min(phase.whole for phase in alike) >= self.less]
-        base = np.zeros(len(order), np.int64)
-        own = np.zeros((len(order), len(choices), options), np.int64)
-        rest = np.zeros((len(order), len(self.blocks), len(choices), options), np.int64)
-        weights = np.zeros((len(order), units, options, len(choices)), np.int64)
-        flight = np.zeros((len(order), len(self.blocks)), np.int64)
-        for p, alike in enumerate(order):
-            assert len({phase.block for phase in alike}) == 1, "dry runs differ in their phases"
-            flight[p] = [alike[0].flight.get(b, 0) - self.less for b in self.source]
-            for phase, ((choice, o), (_, phases)) in zip(alike, runs.items(), strict=True):
-                c = choices.index(choice)
-                own[p, c, o] = phase.peak - sum(phase.kept.values()) - sum(phase.weights.values())
-                for b, there in enumerate(self.source):
-                    kept_here = phase.kept.get(there, 0) - self.less * phases.each.get(there, 0)
-                    rest[p, b, c, o] = kept_here - flight[p, b] * inputs[b, o, c]
-                for name, size in phase.weights.items():
-                    weights[p, unit_of[name], o, c] += size
-        of_blocks = rest.max(axis=3)
-        for p, alike in enumerate(order):
-            if alike[0].block == OUTSIDE:
-                base[p] = own[p].max()
-            else:
-                of_blocks[p, self.source.index(alike[0].block)] += own[p].max(axis=1)
-        name = next(iter(runs.values()))[0].name.partition(",")[0]
-        return base, of_blocks, weights, flight, tuple(_where(name, alike[0]) for alike in order)
-
-    def _place(self, linear: str) -> int:
-        """The row of B of the block of a linear of the runs."""
-        block = next(shape.block for shape in self.model.shapes if shape.name == linear)
-        return self.source.index(block)
-
-    def _seconds(self, runs: Uniform, rates: Rates, unit_of: Mapping[str, int], units: int) -> tuple[Floats, Floats]:
-        """Of an iteration: blocks [B, C], and units [U, O, C]."""
-        model, config = self.model, self.model.config
-        choices, dp = model.choices, config.data_parallel_size(model.world_size)
-        shape_of = {shape.name: shape for shape in model.shapes}
+    def _seconds(self) -> tuple[Floats, Floats]:
+        """Of an iteration: blocks [B, C], and linears [L, O, C]."""
+        config, rates, blocks = self.config, rates_of(self.config), len(self.blocks)
+        p, dp = config.parallel, config.data_parallel_size(self.world_size)
         tokens = config.training.global_batch_size * config.model.seq_length
-        per_rank = tokens / (dp * config.parallel.context_parallel_size * config.parallel.tensor_model_parallel_size)
+        per_rank = tokens / (dp * p.context_parallel_size * p.tensor_model_parallel_size)
         again = {
-            (name, choice): one.again
-            for choice in choices
-            for one in runs[choice, 0][1].inputs.values()
-            for name in one.linears
+            linear: np.array([phases.inputs[name].kept == 0 for phases in self.phases[0]])
+            for name, one in self.phases[0][0].inputs.items()
+            for linear in one.linears
         }
-        gemm = np.zeros((len(unit_of), len(model.options), len(choices)))
-        block, flops = np.zeros(len(unit_of), np.int64), np.zeros(len(unit_of))
-        for row, name in enumerate(unit_of):
-            shape, block[row] = shape_of[name], self._place(name)
-            flops[row], size = shape.gemm_flops, (shape.out_features, shape.in_features)
-            for o, option in enumerate(model.options):
-                each = [model.times.of(getattr(option, one), one, *size) for one in GEMMS]
-                for c, choice in enumerate(choices):
-                    gemm[row, o, c] = sum(each) + each[0] * again[name, choice]
-            gemm[row] *= shape.gemm_flops * per_rank / rates.bf16
+        flops = np.array([shape.gemm_flops for shape in self.linears])
+        gemm = np.zeros((len(flops), len(self.phases), len(self.phases[0])))
+        for row, shape in enumerate(self.linears):
+            for o, option in enumerate(self.planner.choices.options):
+                times = [
+                    self.planner.times.of(getattr(option, one), one, shape.out_features, shape.in_features)
+                    for one in GEMMS
+                ]
+                gemm[row, o] = sum(times) + times[0] * again[shape.name]
+        gemm *= flops[:, None, None] * per_rank / rates.bf16
         plain = config.replace(precision="bf16")  # the runs have one stretch
-        by_option = [
-            Runs(self.stage, self.source, {c: [runs[c, o]] for c in choices}) for o in range(len(model.options))
-        ]
-        total = np.zeros((0, len(model.options), len(choices)))
-        if self.source:  # rows of blocks alone
-            total = np.stack([seconds_of(one, plain, dp, rates)[: len(self.source)] for one in by_option], axis=1)
-        beyond = total - np.stack([gemm[block == b].sum(axis=0) for b in range(len(self.source))] or [*total])
-        of_unit = np.zeros((units, len(model.options), len(choices)))
-        for row, name in enumerate(unit_of):
-            share = flops[row] / flops[block == block[row]].sum()
-            of_unit[unit_of[name]] += gemm[row] + share * (beyond[block[row]] - beyond[block[row], :1])
-        return beyond[:, 0], of_unit
-
-
-def _where(name: str, phase: Phase) -> str:
-    return f"{name}, block {phase.block}" if phase.block != OUTSIDE else name
+        beyond = np.zeros((blocks, *gemm.shape[1:]))
+        for o, runs in enumerate(self.runs if blocks else ()):
+            beyond[:, o] = seconds_of(runs, plain, dp, rates)[:blocks]  # rows of blocks alone
+        np.subtract.at(beyond, self.place, gemm)
+        share = flops / np.bincount(self.place, flops)[self.place]
+        return beyond[:, 0], gemm + share[:, None, None] * (beyond - beyond[:, :1])[self.place]

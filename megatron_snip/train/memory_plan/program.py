@@ -25,8 +25,9 @@ Convention: B blocks of the rank, O choices; R rows are its blocks, gathered blo
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,32 +88,57 @@ class Peaks:
         at = int(totals.argmax())
         return int(totals[at]), self.stretch[at]
 
+    @property
+    def unit(self) -> float:
+        """The bytes that rows are divided by."""
+        return float(np.abs(self.values).max()) or 1.0
+
+    def rows(self, budget: int, z: float = 0.0) -> list[Row]:
+        """Rows that keep every phase within the budget; with ``z``, their GiB beyond it are bound by the longest."""
+        unit, each = self.unit, zip(self.values, self.base.tolist(), strict=True)
+        return [Row(values / unit, (budget - base) / unit, z=z * GIB / unit) for values, base in each]
+
+
+class Alike(NamedTuple):
+    """A phase in the runs with each choice.  kept, host [B, O]: bytes that blocks keep for later backwards."""
+
+    stretch: str
+    block: int
+    phases: Sequence[Phase]
+    kept: Bytes
+    host: Bytes
+
+
+def aligned(runs: Runs) -> Iterator[Alike]:
+    """The phases of all stretches, but those of a later rank's first microbatches, which keep less than others."""
+    less = runs.microbatches_less
+
+    def by_block(now: Mapping[int, int], each: Mapping[int, int]) -> list[int]:
+        return [now.get(b, 0) - less * each.get(b, 0) for b in runs.blocks]
+
+    for of_choices in zip(*runs.by_choice.values(), strict=True):
+        for alike in zip(*(phases.order for _, phases in of_choices), strict=True):
+            assert len({phase.block for phase in alike}) == 1, "dry runs differ in their phases"
+            if min(phase.whole for phase in alike) >= less:
+                both = [(phase, phases) for phase, (_, phases) in zip(alike, of_choices, strict=True)]
+                kept = np.array([by_block(phase.kept, phases.each) for phase, phases in both], np.int64).T
+                host = np.array([by_block(phase.host, phases.each_host) for phase, phases in both], np.int64).T
+                yield Alike(of_choices[0][0].name, alike[0].block, alike, kept, host)
+
 
 def peaks_of(runs: Runs) -> Peaks:
     """The peaks of all phases of all stretches; those that others dominate are left out."""
     bases, values, names = [], [], []
-    stretches = zip(*runs.by_choice.values(), strict=True)
-    for of_choices in stretches:
-        for alike in zip(*(phases.order for _, phases in of_choices), strict=True):
-            block, less = alike[0].block, runs.microbatches_less
-            assert all(phase.block == block for phase in alike), "dry runs differ in their phases"
-            if min(phase.whole for phase in alike) < less:
-                continue  # of a later rank's first microbatches, which keep less than the phases that follow
-            kept = np.array(
-                [
-                    [phase.kept.get(b, 0) - less * phases.each.get(b, 0) for b in runs.blocks]
-                    for phase, (_, phases) in zip(alike, of_choices, strict=True)
-                ]
-            ).reshape(len(alike), len(runs.blocks))
-            others = np.array([phase.peak for phase in alike]) - [sum(phase.kept.values()) for phase in alike]
-            of_phase = kept.T.copy()
-            if block == OUTSIDE:
-                bases.append(int(others.max()))
-            else:
-                of_phase[runs.blocks.index(block)] += others
-                bases.append(0)
-            values.append(np.concatenate([of_phase, *_further(runs, alike[0])]))
-            names.append(of_choices[0][0].name)
+    for alike in aligned(runs):
+        others = np.array([phase.peak - sum(phase.kept.values()) for phase in alike.phases])
+        base, of_phase = 0, alike.kept.copy()
+        if alike.block == OUTSIDE:
+            base = int(others.max())
+        else:
+            of_phase[runs.blocks.index(alike.block)] += others
+        bases.append(base)
+        values.append(np.concatenate([of_phase, *_further(runs, alike.phases[0])]))
+        names.append(alike.stretch)
     return undominated(Peaks(np.array(bases), np.array(values), tuple(names)))
 
 
@@ -131,18 +157,8 @@ def host_peaks_of(runs: Runs) -> Peaks:
     """Bytes on the host in each phase; those that others dominate are left out."""
     added = [0 for _ in runs.gathered] + [runs.units.states[unit].host for unit in runs.states]
     further = [_yes(size, len(runs.choices)) for size in added]
-    values, names = [], []
-    for of_choices in zip(*runs.by_choice.values(), strict=True):
-        for alike in zip(*(phases.order for _, phases in of_choices), strict=True):
-            if min(phase.whole for phase in alike) < runs.microbatches_less:
-                continue
-            kept = [
-                [phase.host.get(b, 0) - runs.microbatches_less * phases.each_host.get(b, 0) for b in runs.blocks]
-                for phase, (_, phases) in zip(alike, of_choices, strict=True)
-            ]
-            of_blocks = np.array(kept, dtype=np.int64).reshape(len(alike), len(runs.blocks)).T
-            values.append(np.concatenate([of_blocks, *further]))
-            names.append(of_choices[0][0].name)
+    values = [np.concatenate([alike.host, *further]) for alike in aligned(runs)]
+    names = [alike.stretch for alike in aligned(runs)]
     return undominated(Peaks(np.zeros(len(values), dtype=np.int64), np.array(values), tuple(names)))
 
 
@@ -193,11 +209,9 @@ def solve(
             raise _short(peaks, choice, budget, what)
         return Chosen(choice, peaks.of(choice)[0], 0.0, "optimal", 0.0)
     cost = seconds - seconds.min(axis=1, keepdims=True)
-    unit = float(np.abs(peaks.values).max())
-    rows = [Row(v / unit, (budget - base) / unit) for v, base in zip(peaks.values, peaks.base, strict=True)]
     on_host = [] if host is None else [scaled(v.astype(float), host_budget) for v in host.values]
-    answer = run_highs(Model(cost, [*rows, *on_host]), Effort(0.0, _NODES, _SECONDS, time.perf_counter()))
-    if answer is None or peaks.of(answer.choice)[0] > budget + unit * 1e-8:
+    answer = run_highs(Model(cost, [*peaks.rows(budget), *on_host]), Effort(0.0, _NODES, _SECONDS, time.perf_counter()))
+    if answer is None or peaks.of(answer.choice)[0] > budget + peaks.unit * 1e-8:
         raise _short(peaks, least(peaks, cost, on_host), budget, what)
     return _chosen(answer, peaks, seconds, host)
 
@@ -212,10 +226,8 @@ def _chosen(answer: Answer, peaks: Peaks, seconds: NDArray[np.float64], host: Pe
 
 def least(peaks: Peaks, cost: NDArray[np.float64], on_host: Sequence[Row] = ()) -> tuple[int, ...]:
     """The plan with the lowest peak that keeps the host's rows."""
-    unit = float(np.abs(peaks.values).max())
-    rows = [Row(v / unit, -base / unit, z=1.0) for v, base in zip(peaks.values, peaks.base, strict=True)]
-    free = np.where(np.isinf(cost), np.inf, 0.0)
-    answer = run_highs(Model(free, [*rows, *on_host], longest=0.0), Effort(0.0, _NODES, _SECONDS, time.perf_counter()))
+    free, rows = np.where(np.isinf(cost), np.inf, 0.0), [*peaks.rows(0, z=1.0), *on_host]
+    answer = run_highs(Model(free, rows, longest=0.0), Effort(0.0, _NODES, _SECONDS, time.perf_counter()))
     assert answer is not None, "some plan has the lowest peak"
     return tuple(int(one) for one in answer.choice)
 

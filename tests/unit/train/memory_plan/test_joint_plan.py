@@ -15,6 +15,7 @@ from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.planner import Planner
 from megatron_snip.train.dry_run.measure import processes
 from megatron_snip.train.memory_plan import joint
+from megatron_snip.train.memory_plan.auto import choices_of
 from megatron_snip.train.memory_plan.joint_plan import JointPlanner
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from megatron_snip.train.memory_plan.program import GIB
@@ -53,9 +54,9 @@ def planned():
 
 
 def test_a_mixture_takes_what_is_predicted(planned):
-    shapes, options = planned.model.shapes, planned.model.options
+    shapes, options = planned.planner.shapes, planned.planner.choices.options
     chosen = np.random.default_rng(3).integers(0, 2, len(shapes))
-    assert planned.model.choices == ("keep", "selective", "full")
+    assert choices_of(planned.config) == ("keep", "selective", "full")
     assert planned.problem.ranks[0].inputs, "linears with a common input have two formats"
     precision = Plan.by_hand({s.name: options[o] for s, o in zip(shapes, chosen, strict=True)}, shapes)
     told, real = {}, {}
@@ -74,7 +75,7 @@ def test_a_mixture_takes_what_is_predicted(planned):
 
 
 def test_codes_of_four_bits_take_less(planned):
-    keep, count = [[0] * 2], len(planned.model.shapes)
+    keep, count = [[0] * 2], len(planned.planner.shapes)
     eight, four = (joint.given(planned.problem, np.full(count, o), keep).peaks[0] for o in (0, 1))
     rank = planned.problem.ranks[0]
     assert eight > four
@@ -84,7 +85,7 @@ def test_codes_of_four_bits_take_less(planned):
 
 
 def test_the_plan_fits_and_is_no_worse_than_one_after_the_other(planned):
-    count = len(planned.model.shapes)
+    count = len(planned.planner.shapes)
     most, least = (joint.given(planned.problem, np.zeros(count, int), [[c] * 2]).peaks[0] for c in (0, 2))
     gib = (0.4 * most + 0.6 * least) / GIB
     made = planned.plan(gib)
@@ -93,4 +94,5 @@ def test_the_plan_fits_and_is_no_worse_than_one_after_the_other(planned):
     assert made.found.quality <= made.apart.quality * (1 + 1e-9) and set(made.memory.blocks) != {"full"}
     assert set(made.precision.linears.values()) <= {LinearPrecision.parse(name) for name in ("mxfp8", "nvfp4")}
     assert made.memory.memory_gib == gib and "less than" in made.told
+    assert made.memory.gap == made.found.gap and made.precision.solver.gap == made.found.loss_gap
     made.memory.check(replace(planned.config), WORLD, "the plan")

@@ -34,7 +34,7 @@ def test_predictions_are_what_a_dry_run_counts():
                 ("offload", "keep"), config, 2, on_host=("embed_tokens", "layers.1", "norm")
             ),
         }
-        of_apex = measure_runs(config.replace(optimizer_impl="apex"), 2, pool)[0]
+        ((of_apex,),) = measure_runs(config.replace(optimizer_impl="apex"), 2, pool)
         jobs = [pool.submit(measure, config, 2, 0, plan) for plan in cases.values()]
         plain, away, stays, sent, both = (job.result().worst for job in jobs)
         least = planner.plan((away.total - 1) / 2**30)
