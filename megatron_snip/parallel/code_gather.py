@@ -113,7 +113,7 @@ class _Weight:
             return (), f"{rows} rows cannot be divided by {ranks} ranks"
         for form in forms:
             if rows // ranks % form.block[0] and (form.by_rows or form.fmt.scale == "e4m3_4over6"):
-                scale = "scales of whole columns" if form.by_rows else "blocks, whose errors decide on their scales"
+                scale = "scales of whole columns" if form.by_rows else "blocks whose scales depend on all elements"
                 return (), f"{rows} rows on {ranks} ranks cut {scale}"
         return forms, ""
 
