@@ -202,12 +202,12 @@ class CodeGathers:
         for weight, forms in changed:
             weight.gather_as(forms)
         due = [weight for weight in self._weights if not weight.is_whole]
-        if cuts := [(one, weight.shard) for weight in due for one in weight.cuts.values()]:
-            found = [one.largest_of(shard, self._dtype) for one, shard in cuts]
+        if cuts := [(cut, weight.shard) for weight in due for cut in weight.cuts.values()]:
+            found = [cut.largest_of(shard, self._dtype) for cut, shard in cuts]
             largest = torch.cat([one.flatten() for one in found])
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._mesh.shard.group)
-            for (one, _), own, part in zip(cuts, found, largest.split([own.numel() for own in found]), strict=True):
-                one.largest = part.view_as(own)
+            for (cut, _), own, part in zip(cuts, found, largest.split([own.numel() for own in found]), strict=True):
+                cut.largest = part.view_as(own)
         if scaled := [weight for weight in due if any(form.scaled for form in weight.forms)]:
             amaxes = torch.stack([op.finite_amax(one.shard, self._dtype) for one in scaled])
             for axis in (self._mesh.shard, self._mesh.tp):
