@@ -54,7 +54,9 @@ def trained(options: dict[str, Any], formats: tuple[str, ...], probed: bool) -> 
     step(3)
     loader.close()
     gathers = stepper.pipeline.gathers
-    lines = gathers.told({name: [linear.precision] for name, linear in parts.linears.items()}) if gathers else []
+    more = [LinearPrecision.parse(name) for name in ("nvfp4_4over6", "fp4/fp8_rowwise/fp8")]
+    told_of = {name: [linear.precision, *more] for name, linear in parts.linears.items()}
+    lines = gathers.told(told_of) if gathers else []
     return {"told": told, "coded": coded, "tensors": _state(parts), "lines": lines}
 
 
