@@ -230,7 +230,7 @@ def test_a_checkpoint_gives_the_same_plan_and_statistics(strategy, world, instan
 def test_statistics_of_few_rows_follow_the_shards(checkpoint):
     """Where wgrad's error is measured in some rows, those of a process are its shard's."""
     options = {**SMALL, "snip_weight": 1.0}
-    expected = run_ranks(statistics, 1, options, checkpoint, 6, 100)[0]
+    expected = run_ranks(statistics, 1, options, checkpoint, 6, 50)[0]
     changed = {**options, "num_distributed_optimizer_instances": 2}
-    for got in run_ranks(statistics, 4, changed, checkpoint, 6, 100, seconds=240.0):
+    for got in run_ranks(statistics, 4, changed, checkpoint, 6, 50, seconds=240.0):
         assert not farther(distances_by_name(got, expected), 1e-5)
