@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # as tools/set_up.sh, for who starts pytest without tests/run.sh:
+    sys.dont_write_bytecode = False  # every process that a test starts would compile torch and transformers anew
+
+#: Of the unit tests' files, those that take longest.
+LONG = ("test_head_to_head.py", "test_joint_plan.py", "test_triton_cast.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,12 +40,12 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `slow` are left out without --all, those marked `gpu` are skipped where no CUDA device is.
 
-    Unit tests, whose files are short, come last, so that no worker ends long after the others.
+    Unit tests come last, but for files that take half a minute, so that no worker ends long after the others.
     """
     if not config.getoption("--all"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
-    items.sort(key=lambda item: "unit" in item.path.parts)
+    items.sort(key=lambda item: "unit" in item.path.parts and item.path.name not in LONG)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -205,6 +205,7 @@ def test_quickstart_runs_and_goes_on(twice: bool, tmp_path: Path) -> None:
     data, run = tmp_path / "data", tmp_path / "run"
     env = environment(tmp_path, QUICKSTART_DATA=str(data), QUICKSTART_RUN=str(run), QUICKSTART_BYTES="1500000")
     options = "--train-iters 3 --snip-start 2 --snip-interval 2 --snip-apply-lag 1 --eval-interval 3 --eval-iters 1"
+    options += " --snip-trials 2 --snip-trial-tokens 1024"
 
     def quickstart(*more: str) -> str:
         words = ["bash", str(ROOT / "examples/quickstart.sh"), *options.split(), *more]

@@ -143,7 +143,10 @@ def fresh(folder: Path, wheel: Path) -> Path:
 
 @pytest.mark.dist
 def test_the_wheel_alone_runs_the_quickstarts_job(released, tmp_path):
-    """Text, tokenizer, tokens, four processes and a plan, outside the repository and without a compiler."""
+    """Text, tokenizer, tokens and a plan, outside the repository and without a compiler.
+
+    One process of a smaller model: test_readme.py starts the quickstart's four.
+    """
     (wheel,) = released.glob("*.whl")
     programs, text = fresh(tmp_path, wheel), tmp_path / "text"
     text.mkdir()
@@ -167,8 +170,10 @@ def test_the_wheel_alone_runs_the_quickstarts_job(released, tmp_path):
     python = [str(programs / "python"), "-m", "torch.distributed.run", "--rdzv-backend", "one_node"]
     data = ["--train-data-path", "data_text_document", "--valid-data-path", "data_text_document", *tokenizer]
     few = "--train-iters 3 --snip-start 2 --snip-interval 9 --snip-apply-lag 1 --eval-interval 3 --eval-iters 1"
+    few += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --no-sequence-parallel --num-layers 2"
+    few += " --snip-trials 2 --snip-trial-tokens 1024"
     job = ["-m", "megatron_snip.cli", "train", "--config", "quickstart.toml", *data, "--run-dir", "run", *few.split()]
-    told = command(*python, "--nproc_per_node", "4", *job)
+    told = command(*python, "--nproc_per_node", "1", *job)
     assert (tmp_path / "run/report.html").is_file() and list((tmp_path / "run/plans").glob("iter_*.json")), told
     assert "the CPU kernel is not built" not in told
     place = command(str(programs / "python"), "-c", "import megatron_snip; print(megatron_snip.__file__)")

@@ -65,15 +65,22 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_shard_is_passed_over_by_all(tmp_path):
+@pytest.fixture(scope="module")
+def losses_of_four(tmp_path_factory):
+    """Of tp2 x pp2, undisturbed."""
+    run_dir = tmp_path_factory.mktemp("four") / "run"
+    run_ranks(train_run, 4, options_for(run_dir, **TP2_PP2))
+    return losses(run_dir)
+
+
+def test_a_damaged_shard_is_passed_over_by_all(losses_of_four, tmp_path):
     """The ranks that read it tell the others; they go on alike from the one before."""
-    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    run_dir = tmp_path / "run"
     layout = {**TP2_PP2, "log_all_ranks": True, "save_interval": 2}
-    run_ranks(train_run, 4, options_for(whole, **layout))
     run_ranks(train_run, 4, options_for(run_dir, **layout, exit_interval=6))
     flip(run_dir / "checkpoints/iter_0000006/__3_0.distcp")
     run_ranks(train_run, 4, options_for(run_dir, **layout))
-    assert losses(run_dir) == losses(whole)
+    assert losses(run_dir) == losses_of_four
     assert iterations(run_dir / "checkpoints") == [8, 6, 4, 2]
     (aside,) = (run_dir / "checkpoints").glob("*.before-*")
     assert aside.name.startswith("iter_0000006")
@@ -111,11 +118,10 @@ def test_two_runs_on_one_folder(tmp_path):
     assert iterations(tmp_path / "saves") == [8]
 
 
-def test_a_kill_while_saving_in_the_background(tmp_path):
+def test_a_kill_while_saving_in_the_background(losses_of_four, tmp_path):
     """What follows is a run that was never killed."""
-    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    run_dir = tmp_path / "run"
     layout = {**TP2_PP2, "async_save": True, "save_interval": 1}
-    run_ranks(train_run, 4, options_for(whole, **layout))
     for kill_at in (2, 5):
         with tempfile.TemporaryDirectory() as folder:
             processes, _ = start_ranks(train_run, 4, options_for(run_dir, **layout), folder=folder)
@@ -129,4 +135,4 @@ def test_a_kill_while_saving_in_the_background(tmp_path):
             finally:
                 end_ranks(processes)
     run_ranks(train_run, 4, options_for(run_dir, **layout))
-    assert losses(run_dir) == losses(whole)
+    assert losses(run_dir) == losses_of_four

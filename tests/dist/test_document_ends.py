@@ -19,7 +19,7 @@ SLOW = ("pp2 interleaved", "tp2 x dp2", "tp2 x pp2 x dp2")
 #: Processes that share sequences of 512 tokens, and what they are beside.
 SHARED = {"cp2": (2, {}), "tp2 x pp2 x cp2": (8, {**LAYOUTS["tp2 x pp2 interleaved"], "calculate_per_token_loss": False})}
 
-ten_losses = functools.partial(losses, iterations=10)
+six_losses = functools.partial(losses, iterations=6)
 
 
 def run(layout: str, function, *args, **more):
@@ -36,13 +36,13 @@ def agree(ranks, alone):
 
 @pytest.fixture(scope="module")
 def alone():
-    return run("", ten_losses)[0]
+    return run("", six_losses)[0]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", ["pp2 x dp2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_layouts_agree(layout, alone):
-    agree(run(layout, ten_losses), alone)
+    agree(run(layout, six_losses), alone)
 
 
 @pytest.mark.dist

@@ -22,9 +22,12 @@ from tests.dist.helpers.runs import LAYOUTS, world_of
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WORLD_SIZES = {"llama_1b": 8, "llama_3b": 8, "llama_7b": 8, "llama_70b": 512}
 SMALL = {"num_layers": 2, "bf16": True, "precision": "snip"}
+#: Where microbatches do not matter.
+ONE = {"global_batch_size": 1}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "collage-plus"])
+# weights without a master are on one process below, in test_peaks_are_those_of_a_run
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("collage-plus", marks=pytest.mark.slow)])
 def test_collectives_and_peaks_are_those_of_a_run(precision: str) -> None:
     """Two microbatches a process, both of which the dry run makes.  Neither leaves a tensor to the garbage collector."""
     layout = "tp2 x pp2 x dp2"
@@ -95,7 +98,7 @@ def test_a_run_sends_and_keeps_no_more_than_one_of_megatron_lm(cp: int) -> None:
 
 
 def test_a_gpu_may_be_asked_for_where_there_is_none() -> None:
-    tiny = options_of({**SMALL, "precision": "fp8/nvfp4_plain/fp4", "seq_length": 128, "distributed_backend": "auto"})
+    tiny = options_of({**SMALL, **ONE, "precision": "fp8/nvfp4_plain/fp4", "seq_length": 128, "distributed_backend": "auto"})
     asked = [tiny, tiny.replace(distributed_backend="nccl"), tiny.replace(device="cuda")]
     auto, nccl, cuda = ([dataclasses.asdict(one) for one in measure_all(config, 1, [0])] for config in asked)
     assert auto == nccl == cuda and auto[0]["stretches"][0]["kept"] > 0
@@ -103,7 +106,7 @@ def test_a_gpu_may_be_asked_for_where_there_is_none() -> None:
 
 def test_blackwells_formats_are_counted_as_on_one() -> None:
     """Two elements of NVFP4 are in a byte, and nothing is emulated."""
-    tiny = options_of({"num_layers": 2, "seq_length": 128, "bf16": True, "distributed_backend": "nccl"})
+    tiny = options_of({**ONE, "num_layers": 2, "seq_length": 128, "bf16": True, "distributed_backend": "nccl"})
     fp4, plain = (measure_all(tiny.replace(precision=name), 1, [0])[0].stretches[0] for name in ("fp4", "nvfp4_plain"))
     products = [{what: n for what, n in one.counts.items() if what[0] in ("gemm", "flops")} for one in (fp4, plain)]
     assert products[0] == products[1] and {what[4] for what in products[1] if what[0] == "gemm"} == {"fp4", "bf16"}
@@ -113,7 +116,7 @@ def test_blackwells_formats_are_counted_as_on_one() -> None:
 
 def test_what_is_cast_again_is_kept_once() -> None:
     """Weights have one kept cast in place of two, and the input of a wgrad in BF16 is kept as codes."""
-    tiny = options_of({"num_layers": 2, "seq_length": 128, "bf16": True, "distributed_backend": "nccl"})
+    tiny = options_of({**ONE, "num_layers": 2, "seq_length": 128, "bf16": True, "distributed_backend": "nccl"})
     names = ("mxfp8", "mxfp8_dequantized", "mxfp8/bf16/bf16", "mxfp8/bf16_dequantized/bf16_dequantized")
     plain, again, bf16, codes = (
         measure_all(tiny.replace(precision=name), 1, [0])[0].stretches[0] for name in names
@@ -148,7 +151,7 @@ def test_devices_are_those_that_multiply_its_formats(options: dict, device: str)
 
 @pytest.mark.parametrize("precision", ["bf16", "fp4/nvfp4_plain/mxfp8"])
 def test_blocks_to_be_compiled_are_counted_as_they_are(precision: str) -> None:
-    tiny = options_of({"num_layers": 2, "seq_length": 128, "precision": precision})
+    tiny = options_of({**ONE, "num_layers": 2, "seq_length": 128, "precision": precision})
     plain, compiled = (measure_all(config, 1, [0]) for config in (tiny, tiny.replace(compile=True)))
     assert [dataclasses.asdict(one) for one in compiled] == [dataclasses.asdict(one) for one in plain]
     assert compiled[0].stretches[0].kept > 0
@@ -205,13 +208,13 @@ def test_peaks_are_those_of_a_run(options: dict) -> None:
     [("fp32", 16), ("collage-plus", 12), ("collage-light", 10), ("bf16-stochastic", 8), ("bf16", 8)],
 )
 def test_bytes_of_a_parameter(precision: str, stored: int) -> None:
-    options = {"num_layers": 1, "bf16": True, "precision": "bf16", "optimizer_precision": precision}
+    options = {**ONE, "num_layers": 1, "bf16": True, "precision": "bf16", "optimizer_precision": precision}
     (one,) = measure_all(options_of(options), 1, [0])
     assert one.stored == stored * one.parameters and one.stretches[0].counts["read",] < 12
 
 
 def test_a_run_to_a_loss_is_counted_at_the_default_target() -> None:
-    options = {**SMALL, "hidden_size": 128, "seq_length": 128}
+    options = {**SMALL, **ONE, "hidden_size": 128, "seq_length": 128}
     found = [measure_all(options_of({**options, **more}), 1, [0]) for more in ({}, {"snip_max_loss": 0.1})]
     assert [stretch.counts for stretch in found[0][0].stretches] == [stretch.counts for stretch in found[1][0].stretches]
 

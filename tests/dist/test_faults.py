@@ -16,7 +16,8 @@ import pytest
 
 from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.faults import PROGRAM, train
-from tests.dist.helpers.harness import run_ranks
+from tests.dist.helpers.faults import program as forked_program
+from tests.dist.helpers.harness import CONTEXT, run_ranks
 
 pytestmark = [
     pytest.mark.dist,
@@ -300,10 +301,15 @@ def test_folders_that_cannot_be_written_are_refused_at_the_start(option, how, tm
         if how == "ro":
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         folder = disk / "new/folder"
-        options = [*FOREVER, option, str(folder), "--load", str(tmp_path / "none")]
-        with program(tmp_path / "run", options, None) as process:
-            assert process.wait(300) == 2
-    (line,) = told(tmp_path / "run")
+        options = ["--run-dir", str(tmp_path / "run"), *FOREVER, option, str(folder), "--load", str(tmp_path / "none")]
+        process = CONTEXT.Process(target=forked_program, args=([*RUN, *options], str(tmp_path)))
+        process.start()
+        try:
+            process.join(300)
+            assert process.exitcode == 2
+        finally:
+            process.kill()
+    (line,) = [line for line in (tmp_path / "err").read_text().splitlines() if line.startswith("error")]
     said = "Read-only file system" if how == "ro" else "No space left on device"
     assert line.startswith(f"error: {option} {folder} cannot be written ({said}: {tmp_path}/disk); ")
     assert not (tmp_path / "run").exists()

@@ -9,13 +9,13 @@ from tests.dist.helpers.layers import (
     B,
     K,
     S,
+    run_all_sent,
     run_copies,
     run_gathered_operands,
     run_groups,
     run_largest_magnitudes,
     run_observed,
     run_order,
-    run_sent,
 )
 
 
@@ -75,9 +75,10 @@ def test_what_is_sent_and_kept(compiled):
     code, elements = 1 + 4 / 128, B * S * K
     gathered = (2 * 2, 2 * code, 2 * code, 2 + code, 2 * 2, code + 2, 2 * code, 2 * code)
     kept = (2, code, code, code, 2, 2, code, code)
-    for case, sent, own in zip(cases, gathered, kept, strict=True):
-        expected = {"all_gather": elements // 2 * sent, "reduce_scatter": 2 * elements}
-        assert run_ranks(run_sent, 2, case, True, compiled) == [(expected, elements // 2 * own)] * 2, case
-    for case, own in zip(cases, (2, code, code, code, 2 * code, 2 + code, code, code), strict=True):
-        assert run_ranks(run_sent, 2, case, False, compiled) == [({"all_reduce": 2 * elements}, elements * own)] * 2, case
+    whole = (2, code, code, code, 2 * code, 2 + code, code, code)
+    for found in run_ranks(run_all_sent, 2, cases, compiled):
+        for case, sent, own, alone, one in zip(cases, gathered, kept, whole, found, strict=True):
+            expected = {"all_gather": elements // 2 * sent, "reduce_scatter": 2 * elements}
+            assert one[True] == (expected, elements // 2 * own), case
+            assert one[False] == ({"all_reduce": 2 * elements}, elements * alone), case
     assert gathered[1] < 0.6 * gathered[0]

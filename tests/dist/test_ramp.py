@@ -9,6 +9,7 @@ from tests.dist.helpers.harness import run_ranks
 from tests.dist.helpers.runs import LAYOUTS, train_run, world_of
 
 OPTIONS = {
+    "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256,
     "global_batch_size": 8, "rampup_batch_size": (4, 2, 12), "train_iters": 0, "train_samples": 40,
     "lr_warmup_iters": 0, "lr_warmup_samples": 8,
     "eval_interval": 3, "eval_iters": 2, "preflight": False,

@@ -15,7 +15,7 @@ from tests.dist.helpers.runs import train_run
 @pytest.mark.dist
 def test_a_run_plans_over_recipes(tmp_path):
     options = {
-        "precision": "snip", "snip_options": "recipes:blackwell", "gemm_times": "published:b300", "snip_target": 0.9,
+        "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "precision": "snip", "snip_options": "recipes:blackwell", "gemm_times": "published:b300", "snip_target": 0.9,
         "snip_start": 2, "snip_interval": 3, "snip_trials": 2, "snip_trial_tokens": 256, "train_iters": 4,
         "run_dir": str(tmp_path / "run"),
     }  # fmt: skip

@@ -18,6 +18,7 @@ from tests.dist.test_layouts import distances_by_name, farther
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 TWO_BLOCKS = {"num_layers": 2}
+SMALL = {**TWO_BLOCKS, "hidden_size": 128, "ffn_hidden_size": 256}
 #: (processes, options): with the other axes, so that each strategy meets each of them.
 CASES = {
     "dp2, no_shard": (2, {"data_parallel_sharding_strategy": "no_shard"}),
@@ -64,7 +65,7 @@ FIRST = (
 @functools.cache
 def alone(tied: bool):
     """Losses and gradients of one process."""
-    return run_ranks(six_losses, 1, {**TWO_BLOCKS, "untie_embeddings_and_output_weights": not tied})[0]
+    return run_ranks(six_losses, 1, {**SMALL, "untie_embeddings_and_output_weights": not tied})[0]
 
 
 six_losses = functools.partial(losses, iterations=6)
@@ -74,7 +75,7 @@ six_losses = functools.partial(losses, iterations=6)
 def test_losses_and_gradients_are_those_of_one_process(case):
     world, options = CASES[case]
     expected = alone(tied="tied" in case)
-    for got in run_ranks(six_losses, world, {**TWO_BLOCKS, **options}, seconds=240.0):
+    for got in run_ranks(six_losses, world, {**SMALL, **options}, seconds=240.0):
         assert np.abs(np.subtract(got["losses"], expected["losses"])).max() <= 1e-4
         assert got["first"].grad_norm == pytest.approx(expected["first"].grad_norm, rel=1e-5)
         for name, grad in got["gradients"].items():
@@ -203,7 +204,7 @@ def test_every_instance_holds_the_same(tmp_path: Path):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    run_ranks(save_after, 4, {"num_distributed_optimizer_instances": 2}, folder, 6, seconds=240.0)
+    run_ranks(save_after, 4, {**SMALL, "num_distributed_optimizer_instances": 2}, folder, 6, seconds=240.0)
     return folder
 
 
@@ -217,7 +218,7 @@ def checkpoint(tmp_path_factory):
 )
 def test_a_checkpoint_gives_the_same_plan_and_statistics(strategy, world, instances, checkpoint):
     """Under every strategy; weight divergences among them, which follow the shards."""
-    options = {"snip_weight": 1.0}
+    options = {**SMALL, "snip_weight": 1.0}
     expected = run_ranks(plan_from, 1, options, checkpoint, 6)[0]
     changed = {"data_parallel_sharding_strategy": strategy, "num_distributed_optimizer_instances": instances}
     for result in run_ranks(plan_from, world, {**options, **changed}, checkpoint, 6, seconds=240.0):
@@ -228,8 +229,8 @@ def test_a_checkpoint_gives_the_same_plan_and_statistics(strategy, world, instan
 @pytest.mark.slow
 def test_statistics_of_few_rows_follow_the_shards(checkpoint):
     """Where wgrad's error is measured in some rows, those of a process are its shard's."""
-    options = {"snip_weight": 1.0}
-    expected = run_ranks(statistics, 1, options, checkpoint, 6, 100)[0]
+    options = {**SMALL, "snip_weight": 1.0}
+    expected = run_ranks(statistics, 1, options, checkpoint, 6, 50)[0]
     changed = {**options, "num_distributed_optimizer_instances": 2}
-    for got in run_ranks(statistics, 4, changed, checkpoint, 6, 100, seconds=240.0):
+    for got in run_ranks(statistics, 4, changed, checkpoint, 6, 50, seconds=240.0):
         assert not farther(distances_by_name(got, expected), 1e-5)

@@ -17,8 +17,10 @@ from megatron_snip.errors import UserError
 from megatron_snip.interop.huggingface import hf_config
 from megatron_snip.model.spec import spec_of
 from megatron_snip.snip.measure.statistics import Statistics
+from tests.dist.helpers.harness import preload
 from tests.dist.helpers.runs import make
 
+preload(__name__)  # transformers takes two seconds to import
 SMALL = {"num_layers": 2, "hidden_size": 128, "num_query_groups": 2, "precision": "snip", "snip_apply_lag": 0}
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_snip import runtime
 from megatron_snip.arguments import parse
+from megatron_snip.cli.__main__ import main
 from megatron_snip.config import Config
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import Casts, LinearCall, LinearPrecision, Operands, StepContext
@@ -138,3 +139,12 @@ def program(words: list[str], folder: str) -> None:
     torch.set_num_threads(1)
     sys.argv = [str(PROGRAM), *words]
     runpy.run_path(str(PROGRAM), run_name="__main__")
+
+
+def command(words: list[str], log: str) -> None:
+    """Become `megatron-snip words`, with its output at the end of a file."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(file, number)
+    torch.set_num_threads(1)
+    sys.exit(main(words))

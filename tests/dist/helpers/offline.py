@@ -9,16 +9,7 @@ import torch.distributed as dist
 
 from megatron_snip import runtime
 from megatron_snip.snip.measure.statistics import Statistics
-from tests.dist.helpers.runs import make, train_run
-
-
-def save_run(options: dict[str, Any]) -> None:
-    """A run that ends with a checkpoint; the report needs no pictures here."""
-    from megatron_snip.train import loop
-
-    loop.write_report = lambda run_dir: run_dir
-    loop.format_summary = lambda run_dir: ""
-    train_run(options)
+from tests.dist.helpers.runs import make
 
 
 def collect(words: list[str], output: Path) -> Statistics:

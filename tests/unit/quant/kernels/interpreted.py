@@ -312,12 +312,13 @@ def rotated() -> Iterator[str]:
 def transformed() -> Iterator[str]:
     """Where the Hadamard transform differs, or its largest magnitude: whole and ragged tiles, rows that stand apart.
 
-    Every length and dim; one has a million elements, and one every bf16 pattern.
+    Every length and dim; the shortest has a million elements, and one every bf16 pattern.
     """
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     for length, dim, dtype in itertools.product((16, 32, 128), (0, 1), (torch.bfloat16, torch.float32)):
         transform = Hadamard(("+-" * 7 + "--") * (length // 16))
-        sizes = [(4 * length, 128), (3 * length, 133), (1024, 1024) if dtype == torch.bfloat16 else (length, 8)]
+        million = length == 16 and dtype == torch.bfloat16
+        sizes = [(4 * length, 128), (3 * length, 133), (1024, 1024) if million else (length, 8)]
         xs = [operands(shape if dim == 0 else shape[::-1], dtype)[n] for n, shape in enumerate(sizes)]
         apart = (
             operands((2 * length, 2 * length), dtype)[0][length:]
