@@ -261,7 +261,7 @@ class SnipConfig:
     # Precisions a linear may take, comma-separated; a/b/c is fprop/dgrad/wgrad.  auto: mxfp8,nvfp4 on Blackwell, else
     # fp8,fp4.  recipes: the field's, by GEMM, of this device or of recipes:blackwell, recipes:hopper.
     snip_options: str = "auto"
-    snip_granularity: Literal["linear", "gemm", "fused"] = "linear"  # What gets a choice; fused: q,k,v and gate,up.
+    snip_granularity: Literal["linear", "gemm", "fused"] = "gemm"  # What gets a choice; fused: q,k,v and gate,up.
     snip_fix: str = ""  # Linears that you fix: PATTERN=PRECISION, comma-separated, such as layers.0.*=fp8.
     snip_objective: str = "snip"  # What a plan minimises; see docs/glossary.md for the names.
     # A probe takes whole batches until it has seen this many tokens; auto: 8192, or more until the plan's cost is

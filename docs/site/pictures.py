@@ -164,6 +164,7 @@ def draw(run_dir: Path, output: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         stats.save(file := Path(name) / "statistics.json")
         words = ["--stats", str(file), "--snip-target", str(TARGET), "--snip-options", "fp8,fp4"]
+        words += ["--snip-granularity", "linear"]  # the pages explain plans with one format a linear
         if generate_plan([*words, "--num-random", "20", "--output-dir", name]):
             raise SystemExit(1)
         found = json.loads((Path(name) / "pareto.json").read_text())
