@@ -70,25 +70,30 @@ class HostCopies:
         self._device = dict(weights)
         #: Main weights, local shards [...].
         self.weights = {name: nn.Parameter(_on_host(weight)) for name, weight in weights.items()}
-        #: Gradients, local shards [...]; valid from `arrived` to the next `fetch`.
+        #: Gradients, local shards [...]; those that `arrived` names are valid until the next `fetch`.
         self.grads = {name: _on_host(weight) for name, weight in weights.items()}
         device = next((weight.device for weight in weights.values() if weight.is_cuda), None)
         self._stream = None if device is None else torch.cuda.Stream(device)
         self.stale = True  # whether something else than `send` has written the device's weights
         self._events: dict[str, torch.cuda.Event] = {}  # by unit
+        self._fetched: list[str] = []  # names of the gradients of the last `fetch`, in order of use
 
     @torch.no_grad()
     def fetch(self, grads: Mapping[str, Tensor]) -> None:
-        """Start to copy these gradients down, local shards [...], and stale weights."""
-        assert len(grads) == len(self.weights), "a batch gives every parameter a gradient"
-        if not self.weights:
+        """Start to copy these gradients down, local shards [...], and stale weights.
+
+        A parameter without a gradient is not updated, as by torch's optimisers.
+        """
+        self._fetched = [name for name in self.weights if name in grads]
+        if not self._fetched:
             return
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self._copying():
             for unit, names in groupby(self.weights, unit_of):
                 for name in names:
-                    self.grads[name].copy_(grads[name], non_blocking=True)
+                    if name in grads:
+                        self.grads[name].copy_(grads[name], non_blocking=True)
                     if self.stale:
                         self.weights[name].copy_(self._device[name], non_blocking=True)
                 if self._stream is not None:
@@ -97,7 +102,7 @@ class HostCopies:
 
     def arrived(self) -> Iterator[list[str]]:
         """The names of what was fetched, unit by unit, each once it is on the host."""
-        for unit, names in groupby(self.weights, unit_of):
+        for unit, names in groupby(self._fetched, unit_of):
             if self._stream is not None:
                 self._events[unit].synchronize()
             yield list(names)

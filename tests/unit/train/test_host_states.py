@@ -39,6 +39,25 @@ def test_a_weight_that_was_written_elsewhere_is_the_one_that_is_updated():
     assert (len(optimizer.pinned()), len(optimizer.state(host=True)), len(optimizer.state())) == (2, 2, 2 * 2)
 
 
+def test_a_weight_without_a_gradient_is_left_alone():
+    """As without the option, and written elsewhere in the meantime; later it has a gradient again."""
+    host, plain = (Small() for _ in range(2))
+    plain.load_state_dict(host.state_dict())
+    t = TrainingConfig(lr=0.1)
+    names = [name for name, _ in host.named_parameters()]
+    optimizers = [Optimizer([host], t, host=names), Optimizer([plain], t)]
+    for with_gradient in (names, names[1:], [], names):
+        for model, optimizer in zip((host, plain), optimizers, strict=True):
+            if with_gradient == names[1:]:
+                with torch.no_grad():
+                    model.up_proj.weight.fill_(3.0)
+                optimizer.set_steps(optimizer.steps)
+            for name, p in model.named_parameters():
+                p.grad = torch.ones_like(p) if name in with_gradient else None
+            optimizer.step(0.1, 1.0)
+        assert all(torch.equal(a, b) for a, b in zip(host.parameters(), plain.parameters(), strict=True))
+
+
 def test_a_dry_run_counts_the_host_apart():
     options = {
         "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "seq_length": 128,
