@@ -335,8 +335,8 @@ class Tracker(TorchDispatchMode):
         if (entry := self.memory.of(tensor)) is not None:
             entry.kind, entry.fmt = source.kind, source.fmt
 
-    def _sent(self, whole: Tensor, stream: Any) -> Tensor:
-        made = self._to_host(whole, stream)
+    def _sent(self, whole: Tensor, stream: Any, unused: offload.Unused) -> Tensor:
+        made = self._to_host(whole, stream, unused)
         self.memory.is_on_host(made)
         return self._counted("to host", made)
 
