@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from megatron_snip.config import TrainingConfig
 from megatron_snip.mesh import Mesh
-from megatron_snip.parallel.tags import tags_of
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 
 
@@ -28,17 +27,23 @@ def host_parameters(
     stages: Iterable[nn.Module], t: TrainingConfig, mesh: Mesh, plan: MemoryPlan | None = None
 ) -> list[str]:
     """The parameters of a rank whose state lies on the host, in order of use; the same on all ranks that share them."""
-    stages, fraction = list(stages), t.optimizer_offload_fraction
     sizes = {name: p.numel() for stage in stages for name, p in stage.named_parameters()}  # of DTensors: whole
+    return names_on_host(sizes, t, plan, copied=mesh.embedding is not None)
+
+
+def names_on_host(sizes: Mapping[str, int], t: TrainingConfig, plan: MemoryPlan | None, *, copied: bool) -> list[str]:
+    """Those of these parameters, in order of use with their sizes, whose state lies on the host.
+
+    copied: whether two pipeline ranks hold copies of a tied embedding.
+    """
     if plan is not None and plan.on_host:
         return [name for name in sizes if unit_of(name) in plan.on_host]
     if not t.optimizer_cpu_offload:
         return []
-    if mesh.embedding is not None and fraction < 1:
-        # the two copies of a tied embedding must get the same bits, so both are updated on the device
-        tags = tags_of(*stages)
-        return [name for name in last_of(sizes, fraction) if tags[name].kind != "embedding"]
-    return last_of(sizes, fraction)
+    fraction = t.optimizer_offload_fraction
+    # both copies must get the same bits, so below 1 both are updated on the device
+    stays = "embed_tokens" if copied and fraction < 1 else None
+    return [name for name in last_of(sizes, fraction) if unit_of(name) != stays]
 
 
 def last_of(sizes: Mapping[str, int], fraction: float) -> list[str]:

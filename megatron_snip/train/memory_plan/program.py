@@ -111,15 +111,15 @@ def peaks_of(runs: Runs) -> Peaks:
             else:
                 of_phase[runs.blocks.index(block)] += others
                 bases.append(0)
-            values.append(np.concatenate([of_phase, *_further(runs, alike[0])]))
+            values.append(np.concatenate([of_phase, *_further(runs, of_choices[0][1].units, alike[0])]))
             names.append(of_choices[0][0].name)
     return undominated(Peaks(np.array(bases), np.array(values), tuple(names)))
 
 
-def _further(runs: Runs, phase: Phase) -> Sequence[Bytes]:
-    """Bytes of the further rows in a phase, [1, O] each."""
-    added = [runs.units.gathered[b] * (b in phase.waiting) for b in runs.gathered]
-    added += [-runs.units.states[unit].device for unit in runs.states]
+def _further(runs: Runs, units: Units, phase: Phase) -> Sequence[Bytes]:
+    """Bytes of the further rows in a phase, [1, O] each.  units: what they take in its stretch."""
+    added = [units.gathered[b] * (b in phase.waiting) for b in runs.gathered]
+    added += [-units.states[unit].device for unit in runs.states]
     return [_yes(size, len(runs.choices)) for size in added]
 
 
