@@ -65,7 +65,7 @@ def units_of(parts: Parts, tracker: Tracker) -> Units:
     frees = ranks > 1 and not keeps_weights(parts.stepper.config.parallel.data_parallel_sharding_strategy)
     for stage in parts.stages.values() if frees else ():
         for index, block in stage.blocks().items():
-            whole = [size for linear in block.modules() for size in _whole(linear, ranks, stage.build.dtype.itemsize)]
+            whole = [size for module in block.modules() for size in _whole(module, ranks, stage.build.dtype.itemsize)]
             gathered[index] = sum(map(rounded, whole))
             sent[index] = sum(whole) * (ranks - 1) // ranks
     return Units(states, gathered, sent)
