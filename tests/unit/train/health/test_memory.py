@@ -69,8 +69,9 @@ def test_shards_hold_less():
     assert held(config.replace(data_parallel_sharding_strategy="no_shard"), 4) == [(whole, 0)]
     assert held(config.replace(num_distributed_optimizer_instances=2), 4) == [(whole // 2, 0)]
     parts = held(config.replace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 4)
-    norms = (2 * 4 + 1) * TINY["hidden_size"]  # which tp does not shard
-    assert 2 * sum(device for device, _ in parts) == whole + 16 * norms and len(parts) == 2
+    # tp does not shard norms, and both ends of the pipeline hold a tied embedding
+    norms, embedding = (2 * 4 + 1) * TINY["hidden_size"], TINY["vocab_size"] * TINY["hidden_size"]
+    assert 2 * sum(device for device, _ in parts) == whole + 16 * (norms + embedding) and len(parts) == 2
 
 
 @pytest.mark.parametrize(("precision", "state"), [("fp32", 8), ("collage-plus", 8), ("bf16", 4)])
