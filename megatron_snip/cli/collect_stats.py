@@ -36,6 +36,7 @@ from megatron_snip.snip.plan.options import read_times
 from megatron_snip.snip.planner import ask
 from megatron_snip.snip.predict.sampling import LEAST_TOKENS, batches_of, suffices
 from megatron_snip.train.health.memory import TRAINING, WEIGHTS, warn_about_memory
+from megatron_snip.train.memory_plan.auto import plan_of_run
 from megatron_snip.train.run.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
 from megatron_snip.train.run.state_file import new_state
 from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
@@ -85,7 +86,8 @@ def prepare(config: Config, start: Start, batches: int, *, updates: bool = True)
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)
     start = agree_on(config, start)
     warn_about_memory(config, here, TRAINING if updates else WEIGHTS)
-    parts = build(config, here, None, draw=False, moments=updates)
+    memory_plan = plan_of_run(config, here) if updates else None
+    parts = build(config, here, None, draw=False, moments=updates, memory_plan=memory_plan)
     assert parts.coordinator is not None
     if not updates:  # skip the linears' weight gradients, a third of the pass
         for linear in parts.coordinator.probe.linears.values():

@@ -223,7 +223,7 @@ def generate(
     plans, frontier = make_plans(planner, best, num_random, seed), planner.frontier(objective)
     if together is not None:
         plans["precision_alone"] = solved
-        together.memory.save(output_dir / MEMORY_PLAN)
+        replace(together.memory, precision=f"plan {best.hash}").save(output_dir / MEMORY_PLAN)
     predictions, request = Predictions.of(planner.stats), planner.request(objective)
     bound = solved.solver.bound
     rows = {name: describe(planner, plan, predictions, request, bound) for name, plan in plans.items()}

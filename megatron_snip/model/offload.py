@@ -9,14 +9,17 @@ The last block of any other stage fetches its copies itself when its backward be
 
 Copies are of whole storages, once each, because several saved tensors may be views of one.  On GPUs they go through
 pinned memory on streams of their own.  Memory is freed in the order of the compute stream, which waits for a copy's
-event first: with ``record_stream``, how much is held would depend on how far the host is ahead.  On CPUs a copy lies in
-the same memory, made by an operator of its own, by which a dry run knows it (`dry_run.counts`).
+event first: with ``record_stream``, how much is held would depend on how far the host is ahead.  So would pinned memory
+that is left to torch's allocator, which gives a block out again only when the host sees that its copies have ended.
+Here it is used again at once, because only streams read and write it, and in order.  On CPUs a copy lies in the same
+memory, made by an operator of its own, by which a dry run knows it (`dry_run.counts`).
 
 What never leaves: weights and their casts, tensors that other blocks read too, and small ones.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -30,14 +33,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 MIN_BYTES = 16 * 1024
 
 
-def to_host(whole: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
-    """A copy of ``whole`` [bytes] on the host, made by ``stream`` of a GPU."""
+#: Pinned memory [bytes] that no copy needs any more, by size.
+Unused = defaultdict[int, list[Tensor]]
+
+
+def to_host(whole: Tensor, stream: torch.cuda.Stream | None, unused: Unused) -> Tensor:
+    """A copy of ``whole`` [bytes] on the host, made by ``stream`` of a GPU, in unused memory if there is some."""
     if stream is None:
         return _cpu_to_host(whole)
     stream.wait_stream(torch.cuda.current_stream(whole.device))
-    made = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+    size = 1 << (whole.numel() - 1).bit_length()  # as torch rounds pinned memory up, so that similar tensors share it
+    made = unused[size].pop() if unused[size] else torch.empty(size, dtype=whole.dtype, pin_memory=True)
     with torch.cuda.stream(stream):
-        return made.copy_(whole, non_blocking=True)
+        return made[: whole.numel()].copy_(whole, non_blocking=True)
 
 
 def to_device(host: Tensor, device: torch.device, stream: torch.cuda.Stream | None) -> Tensor:
@@ -68,10 +76,11 @@ class _Copy:
     """A storage that autograd saved: on the host, and on the device until it has left and from when it returns."""
 
     _event: torch.cuda.Event | None = None  # of the copy in flight
+    host: Tensor | None = None
 
     def __init__(self, whole: Tensor, offload: Offload) -> None:
         self._offload, self._place = offload, whole.device
-        self.host = to_host(whole, offload.out)
+        self.host = to_host(whole, offload.out, offload.unused)
         self._is_here(whole, offload.out)
 
     def _is_here(self, whole: Tensor, stream: torch.cuda.Stream | None) -> None:
@@ -80,7 +89,10 @@ class _Copy:
         self._event = None if stream is None else stream.record_event()
 
     def __del__(self) -> None:
-        self._wait()  # memory that a copy still writes must not be used for anything else
+        self._wait()  # memory that a copy still reads or writes must not be used for anything else
+        if self.host is not None and self._offload.out is not None:
+            size = self.host.untyped_storage().nbytes()
+            self._offload.unused[size].append(self.host.as_strided((size,), (1,)))
 
     def _wait(self) -> None:
         if self._event is not None:
@@ -90,6 +102,7 @@ class _Copy:
     def fetch(self) -> None:
         """Begin to copy it to the device, unless it is there."""
         if self._device is None:
+            assert self.host is not None
             self._is_here(to_device(self.host, self._place, self._offload.back), self._offload.back)
 
     def read(self) -> Tensor:
@@ -179,6 +192,7 @@ class Offload:
         self.device = device
         # one for each direction of the link
         self.out, self.back = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+        self.unused: Unused = defaultdict(list)
         self._leaving: Sent | None = None
 
     def run(

@@ -79,7 +79,7 @@ def build_pipeline(config: Config, mesh: Mesh, stages: dict[int, LlamaStage], de
     s = own // (mesh.tp.size if config.parallel.sequence_parallel else 1)
     documents, gathers = next(iter(stages.values())).build.documents, None
     dtype = torch.bfloat16 if t.bf16 else torch.float32
-    if config.parallel.fp8_param_gather:
+    if config.parallel.fp8_param_gather and mesh.shard.size > 1:
         gathers = CodeGathers(stages.values(), mesh, dtype, t.micro_batch_size * own)
     return Pipeline(
         dict(stages),

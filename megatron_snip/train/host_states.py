@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from megatron_snip.config import TrainingConfig
 from megatron_snip.mesh import Mesh
-from megatron_snip.parallel.tags import tags_of
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 
 
@@ -28,17 +27,23 @@ def host_parameters(
     stages: Iterable[nn.Module], t: TrainingConfig, mesh: Mesh, plan: MemoryPlan | None = None
 ) -> list[str]:
     """The parameters of a rank whose state lies on the host, in order of use; the same on all ranks that share them."""
-    stages, fraction = list(stages), t.optimizer_offload_fraction
     sizes = {name: p.numel() for stage in stages for name, p in stage.named_parameters()}  # of DTensors: whole
+    return names_on_host(sizes, t, plan, copied=mesh.embedding is not None)
+
+
+def names_on_host(sizes: Mapping[str, int], t: TrainingConfig, plan: MemoryPlan | None, *, copied: bool) -> list[str]:
+    """Those of these parameters, in order of use with their sizes, whose state lies on the host.
+
+    copied: whether two pipeline ranks hold copies of a tied embedding.
+    """
     if plan is not None and plan.on_host:
         return [name for name in sizes if unit_of(name) in plan.on_host]
     if not t.optimizer_cpu_offload:
         return []
-    if mesh.embedding is not None and fraction < 1:
-        # the two copies of a tied embedding must get the same bits, so both are updated on the device
-        tags = tags_of(*stages)
-        return [name for name in last_of(sizes, fraction) if tags[name].kind != "embedding"]
-    return last_of(sizes, fraction)
+    fraction = t.optimizer_offload_fraction
+    # both copies must get the same bits, so below 1 both are updated on the device
+    stays = "embed_tokens" if copied and fraction < 1 else None
+    return [name for name in last_of(sizes, fraction) if unit_of(name) != stays]
 
 
 def last_of(sizes: Mapping[str, int], fraction: float) -> list[str]:
@@ -70,25 +75,30 @@ class HostCopies:
         self._device = dict(weights)
         #: Main weights, local shards [...].
         self.weights = {name: nn.Parameter(_on_host(weight)) for name, weight in weights.items()}
-        #: Gradients, local shards [...]; valid from `arrived` to the next `fetch`.
+        #: Gradients, local shards [...]; those that `arrived` names are valid until the next `fetch`.
         self.grads = {name: _on_host(weight) for name, weight in weights.items()}
         device = next((weight.device for weight in weights.values() if weight.is_cuda), None)
         self._stream = None if device is None else torch.cuda.Stream(device)
         self.stale = True  # whether something else than `send` has written the device's weights
         self._events: dict[str, torch.cuda.Event] = {}  # by unit
+        self._fetched: list[str] = []  # names of the gradients of the last `fetch`, in order of use
 
     @torch.no_grad()
     def fetch(self, grads: Mapping[str, Tensor]) -> None:
-        """Start to copy these gradients down, local shards [...], and stale weights."""
-        assert len(grads) == len(self.weights), "a batch gives every parameter a gradient"
-        if not self.weights:
+        """Start to copy these gradients down, local shards [...], and stale weights.
+
+        A parameter without a gradient is not updated, as by torch's optimisers.
+        """
+        self._fetched = [name for name in self.weights if name in grads]
+        if not self._fetched:
             return
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self._copying():
             for unit, names in groupby(self.weights, unit_of):
                 for name in names:
-                    self.grads[name].copy_(grads[name], non_blocking=True)
+                    if name in grads:
+                        self.grads[name].copy_(grads[name], non_blocking=True)
                     if self.stale:
                         self.weights[name].copy_(self._device[name], non_blocking=True)
                 if self._stream is not None:
@@ -97,7 +107,7 @@ class HostCopies:
 
     def arrived(self) -> Iterator[list[str]]:
         """The names of what was fetched, unit by unit, each once it is on the host."""
-        for unit, names in groupby(self.weights, unit_of):
+        for unit, names in groupby(self._fetched, unit_of):
             if self._stream is not None:
                 self._events[unit].synchronize()
             yield list(names)

@@ -345,8 +345,9 @@ def train(config: Config, ending: Ending | None = None) -> None:
         ending.folder, ending.advice = stacks, partial(advice, config)
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, ending, p.device)
     start = agree_on(config, start)
-    warn_about_memory(config, here)
-    parts = build(config, here, plan, False, memory_plan=plan_of_run(config, here))
+    memory_plan = plan_of_run(config, here)
+    warn_about_memory(config, here, plan=memory_plan)
+    parts = build(config, here, plan, False, memory_plan=memory_plan)
     trainer = Trainer(config, parts, start)
     trainer.began = began  # --exit-duration-in-mins includes startup, as a job's time limit does
     if ending is not None:

@@ -316,6 +316,11 @@ def _log_backends(config: Config, parts: Parts, plan: Plan | None, device: torch
         LOGGER.info(f"plans choose from {config.snip.snip_options}")
         LOGGER.info(f"GEMM times are {read_times(config.snip).told}")
     gathers = parts.stepper.pipeline.gathers
+    if gathers is None and config.parallel.fp8_param_gather:  # the same options may run on more ranks
+        LOGGER.warning(
+            "--fp8-param-gather has no effect: weights are not sharded over data- or context-parallel ranks; drop it, "
+            "use more ranks, or lower --num-distributed-optimizer-instances"
+        )
     for line in [*_table(by_format), *(gathers.told(by_name) if gathers is not None else ())]:
         LOGGER.info(line)
 

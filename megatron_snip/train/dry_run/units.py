@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from megatron_snip.parallel.data import keeps_weights, local_of
 from megatron_snip.train.dry_run.counts import Tracker, pinned
 from megatron_snip.train.host_states import unit_of
@@ -29,7 +31,8 @@ class State:
 
 @dataclass(frozen=True)
 class Units:
-    """states: by unit that is on the device.  gathered: block -> bytes of its whole parameters, where FSDP frees them.
+    """states: by unit that is on the device.  gathered: block -> bytes of its whole parameters, where FSDP frees them;
+    of weights that are gathered as codes, these.
 
     sent: block -> bytes that one gathering of them brings to a rank.
     """
@@ -62,7 +65,15 @@ def units_of(parts: Parts, tracker: Tracker) -> Units:
     frees = ranks > 1 and not keeps_weights(parts.stepper.config.parallel.data_parallel_sharding_strategy)
     for stage in parts.stages.values() if frees else ():
         for index, block in stage.blocks().items():
-            shards = [local_of(p.detach()).numel() * stage.build.dtype.itemsize for p in block.parameters()]
-            gathered[index] = sum(rounded(ranks * shard) for shard in shards)
-            sent[index] = (ranks - 1) * sum(shards)
+            whole = [size for module in block.modules() for size in _whole(module, ranks, stage.build.dtype.itemsize)]
+            gathered[index] = sum(map(rounded, whole))
+            sent[index] = sum(whole) * (ranks - 1) // ranks
     return Units(states, gathered, sent)
+
+
+def _whole(module: nn.Module, ranks: int, itemsize: int) -> list[int]:
+    """Bytes of a module's own parameters as the last pass gathered them from the ranks that shard them."""
+    codes = getattr(module, "codes", None)  # of the weight of a linear
+    if codes:
+        return [part.nbytes for one in codes.values() for part in (one.data, one.scales)]
+    return [ranks * local_of(p.detach()).numel() * itemsize for p in module.parameters(recurse=False)]

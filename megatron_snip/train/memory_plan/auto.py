@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megatron_snip import runtime
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import CHOICES
@@ -20,9 +21,16 @@ from megatron_snip.model.stages import is_interleaved, stage_blocks
 from megatron_snip.quant import LinearPrecision
 from megatron_snip.runtime import Runtime
 from megatron_snip.train.dry_run.counts import Measured
-from megatron_snip.train.dry_run.measure import end_ranks, measure, measure_phases, processes
-from megatron_snip.train.health.memory import check_host_memory, free_memory
-from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, host_units, made_for, read_memory_plan
+from megatron_snip.train.dry_run.measure import end_ranks, measure, measure_all, measure_phases, processes
+from megatron_snip.train.health.memory import free_memory, held, host_shortage, local_stages
+from megatron_snip.train.memory_plan.plan_file import (
+    MemoryPlan,
+    RankCost,
+    host_units,
+    made_for,
+    precision_of,
+    read_memory_plan,
+)
 from megatron_snip.train.memory_plan.program import GIB, Chosen, Peaks, Runs, host_peaks_of, peaks_of, solve
 from megatron_snip.train.memory_plan.rates import Rates, rates_of
 
@@ -30,6 +38,9 @@ LOGGER = logging.getLogger("megatron_snip")
 MOST_PROCESSES = 8
 #: How often the budget is lowered by what a dry run of the answer needs beyond it.
 TRIES = 4
+#: What to do if the host has too little memory; {} is the largest value that fits.
+_AT_MOST = "give --memory-plan auto --host-memory-gib with at most {}, or use more machines"
+_SHARE = "give --optimizer-offload-fraction with at most {}, or use more machines"
 
 
 def held_blocks(config: Config) -> list[tuple[int, ...]]:
@@ -102,7 +113,10 @@ def seconds_of(runs: Runs, config: Config, dp: int, rates: Rates) -> NDArray[np.
             backward = phases.counts[block] - forward
             times = config.num_microbatches(dp) / phases.forwards
             table[row, column] = rates.block_seconds(forward, backward, exposed=block in exposed) * times
-    units, more = runs.units, np.full((len(runs.gathered) + len(runs.states), len(runs.choices)), np.inf)
+    units, more = (
+        next(iter(runs.by_choice.values()))[stretch][1].units,
+        np.full((len(runs.gathered) + len(runs.states), len(runs.choices)), np.inf),
+    )
     microbatches = config.num_microbatches(dp)
     more[:, 0] = [*(units.sent[b] / rates.link * microbatches for b in runs.gathered), *(0.0 for _ in runs.states)]
     states = [units.states[unit] for unit in runs.states]
@@ -159,6 +173,7 @@ class Planner:
         return MemoryPlan(
             tuple(parts.blocks), of_run, gib, ranks, self.rates.name, status, max(one.gap for one in found),
             tuple(sorted(parts.gathered)), tuple(unit for unit in host_units(self.config) if unit in parts.on_host),
+            precision_of(self.config),
         )  # fmt: skip
 
 
@@ -197,13 +212,56 @@ def budget_of(config: Config, device: torch.device | None) -> float:
 def plan_of_run(config: Config, here: Runtime) -> MemoryPlan | None:
     """The plan of --memory-plan, which for auto rank 0 makes; None for none.  Every rank must call it.
 
-    Raises UserError on all ranks, also if the machine lacks the memory that the plan may use of it.
+    Raises UserError on all ranks, also if a machine lacks the memory that its ranks will hold on the host.
     """
-    if config.training.memory_plan != "auto":
-        given = read_memory_plan(config, here.world_size)
-        if given is not None and (host := max((rank.host for rank in given.ranks), default=0)):
-            check_host_memory(host / GIB, f"--memory-plan {config.training.memory_plan}")
-        return given
+    plan = _auto_plan(config, here) if config.training.memory_plan == "auto" else _plan_of_file(config, here)
+    by_stage, t = host_bytes(config, here, plan), config.training
+    needed = [by_stage[stage] for stage in local_stages(config, here)]
+    if plan is not None and (plan.on_host or "offload" in plan.blocks):
+        what, way_out, most = f"--memory-plan {t.memory_plan}", _AT_MOST, sum(needed) / len(needed) / GIB
+    else:
+        what, way_out, most = "--optimizer-cpu-offload", _SHARE, t.optimizer_offload_fraction
+    errors = [host_shortage(needed, what, way_out, most)] * here.world_size
+    if any(by_stage):  # before any rank takes its part
+        dist.all_gather_object(errors, errors[0])
+    if found := [error for error in errors if error]:
+        raise UserError(found[0])
+    return plan
+
+
+def _plan_of_file(config: Config, here: Runtime) -> MemoryPlan | None:
+    plan, path = read_memory_plan(config, here.world_size), config.training.memory_plan
+    if plan is not None and plan.precision not in ("", now := precision_of(config)):
+        LOGGER.warning(
+            f"--memory-plan {path} was made for the precision {plan.precision}, this run's is {now}, and it may need "
+            "more memory than planned; --dry-run shows how much, and --memory-plan auto makes a plan for this precision"
+        )
+    return plan
+
+
+def host_bytes(config: Config, here: Runtime, plan: MemoryPlan | None) -> list[int]:
+    """Bytes that a rank of each pipeline rank will hold on the host.  Every rank must call it.
+
+    What blocks send there is the plan's own prediction.  Of a plan without one for this precision, as if written by
+    hand, rank 0 makes a dry run.
+    """
+    of_states = held(config, here.world_size, plan=plan, page_locked=here.device.type == "cuda")
+    states, pp = [host for _, host in of_states], config.parallel.pipeline_model_parallel_size
+    if plan is None or "offload" not in plan.blocks:
+        return states
+    if len(plan.ranks) == pp and plan.precision == precision_of(config):
+        return [rank.host + more * (not plan.on_host) for rank, more in zip(plan.ranks, states, strict=True)]
+    told: list[dict[int, int]] = [{}]
+    if here.rank == 0:
+        ranks = [here.world_size // pp * stage for stage in measured_ranks(config)]
+        measured = measure_all(config, here.world_size, ranks, plan)
+        told = [{one.stage: max(stretch.host for stretch in one.stretches) for one in measured}]
+    dist.broadcast_object_list(told, src=0)
+    return [told[0][stage if stage in told[0] else 1] for stage in range(pp)]
+
+
+def _auto_plan(config: Config, here: Runtime) -> MemoryPlan:
+    """The plan that rank 0 makes.  Raises UserError on all ranks."""
     told: list[tuple[str, object]] = [("", None)]
     if here.rank == 0:
         told = [_plan_or_error(lambda: _checked_plan(config, here))]
@@ -219,7 +277,9 @@ def plan_of_run(config: Config, here: Runtime) -> MemoryPlan | None:
 
 def _checked_plan(config: Config, here: Runtime) -> MemoryPlan:
     if config.dry_run.host_memory_gib is not None:
-        check_host_memory(config.dry_run.host_memory_gib, "--host-memory-gib")
+        needed = [config.dry_run.host_memory_gib * GIB] * runtime.environment_local_world_size()
+        if error := host_shortage(needed, "--host-memory-gib", _AT_MOST, config.dry_run.host_memory_gib):
+            raise UserError(error)
     return make_plan(config, here.world_size, budget_of(config, here.device))[0]
 
 

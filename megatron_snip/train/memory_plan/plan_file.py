@@ -3,7 +3,7 @@
     {"version": 1, "blocks": ["full", "selective", "keep", "keep"], "memory_gib": 80.0,
      "made_for": {"num_layers": 4, "hidden_size": 4096, ..., "data_parallel_size": 8},
      "ranks": [{"stage": 0, "peak": 70123456789, "seconds": 0.41, "host": 0}, ...],
-     "rates": "nominal", "status": "optimal", "gap": 0.0, "hash": "0123456789abcdef"}
+     "rates": "nominal", "precision": "fp8", "status": "optimal", "gap": 0.0, "hash": "0123456789abcdef"}
 
     keep       keeps all activations
     selective  recomputes the attention and the MLP, as --recompute-modules core_attn mlp does
@@ -15,6 +15,7 @@ resharded after forward, so that backward need not gather them again; for optim_
 AdamW state lies on the host, as --optimizer-cpu-offload has it: layers.0, embed_tokens, norm, lm_head.
 ranks: of each pipeline rank, the predicted bytes at the peak and on the host (older files have no host), and the
 modelled seconds of an iteration without the pipeline's bubble.
+precision: which one the predictions are for, see `precision_of`; "" if nothing is predicted.
 made_for: the options that decide what activations take.  A run with others refuses the plan, because its memory would
 be another.
 The hash is the first 16 hex digits of the SHA-256 of the canonical JSON of blocks, made_for, gathered and on_host.
@@ -48,6 +49,8 @@ from megatron_snip.files.json import (
     read_json,
     write_atomic,
 )
+from megatron_snip.snip.plan import Plan
+from megatron_snip.train.schedule import final_switch
 
 VERSION = 1
 #: Name of a run's plan in its folder.
@@ -86,6 +89,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash: PlanHash
     gathered: list[Count] = []
     on_host: list[Text] = []
+    precision: Text = ""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class MemoryPlan:
     gap: float = 0.0
     gathered: tuple[int, ...] = ()
     on_host: tuple[str, ...] = ()
+    precision: str = ""
 
     @classmethod
     def by_hand(
@@ -154,6 +159,7 @@ class MemoryPlan:
             "made_for": dict(self.made_for),
             "ranks": [vars(rank) for rank in self.ranks],
             "rates": self.rates,
+            "precision": self.precision,
             "status": self.status,
             "gap": self.gap,
             "hash": self.hash,
@@ -171,7 +177,7 @@ class MemoryPlan:
             ranks = tuple(RankCost(one.stage, one.peak, one.seconds, one.host) for one in found.ranks)
             plan = cls(
                 tuple(found.blocks), found.made_for, found.memory_gib, ranks, found.rates, found.status, found.gap,
-                tuple(found.gathered), tuple(found.on_host),
+                tuple(found.gathered), tuple(found.on_host), found.precision,
             )  # fmt: skip
             if plan.hash != found.hash:
                 raise JsonFileError(
@@ -245,6 +251,19 @@ def made_for(config: Config, world_size: int) -> dict[str, Any]:
         "micro_batch_size": config.training.micro_batch_size,
         "data_parallel_size": config.data_parallel_size(world_size),
     }
+
+
+def precision_of(config: Config) -> str:
+    """What decides the formats of a run's linears: its precision, the hash of its plan or what plans choose from, and a
+    late switch.
+    """
+    p, snip, final = config.precision, config.snip, final_switch(config.with_iterations())
+    found = p.precision
+    if found == "plan":
+        found = f"plan {Plan.load(str(p.precision_plan)).hash}"
+    elif found == "snip":
+        found = f"snip, {snip.snip_warmup_precision} and then {snip.snip_options}"
+    return f"{found}, at last {final}" if final else found
 
 
 def host_units(config: Config) -> tuple[str, ...]:

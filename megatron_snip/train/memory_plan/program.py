@@ -100,10 +100,14 @@ class Peaks:
 
 
 class Alike(NamedTuple):
-    """A phase in the runs with each choice.  kept, host [B, O]: bytes that blocks keep for later backwards."""
+    """A phase in the runs with each choice.  kept, host [B, O]: bytes that blocks keep for later backwards.
+
+    units: what they take in its stretch.
+    """
 
     stretch: str
     block: int
+    units: Units
     phases: Sequence[Phase]
     kept: Bytes
     host: Bytes
@@ -123,7 +127,7 @@ def aligned(runs: Runs) -> Iterator[Alike]:
                 both = [(phase, phases) for phase, (_, phases) in zip(alike, of_choices, strict=True)]
                 kept = np.array([by_block(phase.kept, phases.each) for phase, phases in both], np.int64).T
                 host = np.array([by_block(phase.host, phases.each_host) for phase, phases in both], np.int64).T
-                yield Alike(of_choices[0][0].name, alike[0].block, alike, kept, host)
+                yield Alike(of_choices[0][0].name, alike[0].block, of_choices[0][1].units, alike, kept, host)
 
 
 def peaks_of(runs: Runs) -> Peaks:
@@ -137,15 +141,15 @@ def peaks_of(runs: Runs) -> Peaks:
         else:
             of_phase[runs.blocks.index(alike.block)] += others
         bases.append(base)
-        values.append(np.concatenate([of_phase, *_further(runs, alike.phases[0])]))
+        values.append(np.concatenate([of_phase, *_further(runs, alike.units, alike.phases[0])]))
         names.append(alike.stretch)
     return undominated(Peaks(np.array(bases), np.array(values), tuple(names)))
 
 
-def _further(runs: Runs, phase: Phase) -> Sequence[Bytes]:
-    """Bytes of the further rows in a phase, [1, O] each."""
-    added = [runs.units.gathered[b] * (b in phase.waiting) for b in runs.gathered]
-    added += [-runs.units.states[unit].device for unit in runs.states]
+def _further(runs: Runs, units: Units, phase: Phase) -> Sequence[Bytes]:
+    """Bytes of the further rows in a phase, [1, O] each.  units: what they take in its stretch."""
+    added = [units.gathered[b] * (b in phase.waiting) for b in runs.gathered]
+    added += [-units.states[unit].device for unit in runs.states]
     return [_yes(size, len(runs.choices)) for size in added]
 
 

@@ -21,7 +21,7 @@ from megatron_snip.snip.measure.statistics import Statistics
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train import loop
-from megatron_snip.train.memory_plan.plan_file import MemoryPlan
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan, precision_of
 from megatron_snip.train.run.metrics import read_metrics
 from tests.unit.cli.conftest import TINY
 from tests.unit.snip.made_up import changed, without_updates
@@ -88,7 +88,9 @@ def test_precision_and_memory_together(generate, tmp_path, monkeypatch):
     assert asked == [(4, 24.0, 2, 4)] and "planned together for 24 GiB: of 2 blocks, 1 full, 1 keep" in said
     best, alone = (Plan.load(tmp_path / f"plans/{name}.json") for name in ("best", "precision_alone"))
     assert best.achieved == 0 and alone.achieved >= 0.6 and "precision_alone" in said
-    assert MemoryPlan.load(tmp_path / "plans/memory_plan.json").blocks == ("keep", "full")
+    memory, path = MemoryPlan.load(tmp_path / "plans/memory_plan.json"), tmp_path / "plans/best.json"
+    trained = Config().replace(precision="plan", precision_plan=str(path), global_batch_size=1, train_iters=1)
+    assert memory.blocks == ("keep", "full") and memory.precision == precision_of(trained)
     rows = json.loads((tmp_path / "plans/pareto.json").read_text())["plans"]
     assert rows["best"]["bound"] is None and rows["precision_alone"]["bound"] <= rows["precision_alone"]["quality_loss"]
 

@@ -179,6 +179,13 @@ def test_the_start_tells_once_who_multiplies(config, lone_mesh, caplog):
     assert "tensor cores need a Hopper GPU, the device is cpu" in lines[2]
 
 
+def test_a_gather_of_codes_without_shards_is_told(config, lone_mesh, caplog):
+    parts = parts_of(config.replace(precision="fp8", fp8_param_gather=True))
+    (line,) = (line for line in caplog.messages if "--fp8-param-gather" in line)
+    assert line.startswith("--fp8-param-gather has no effect: weights are not sharded")
+    assert parts.stepper.pipeline.gathers is None
+
+
 def test_stages_of_linears_are_pipeline_processes(config):
     deep = config.replace(num_layers=8, pipeline_model_parallel_size=2)
     stages = [shape.stage for shape in setup.snip_shapes(deep)[::7]]

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from megatron_snip.config import Config
+from megatron_snip.errors import UserError
 from megatron_snip.parallel.data import local_of
 from megatron_snip.runtime import Runtime
 from megatron_snip.train import loop
 from megatron_snip.train.health import memory
 from megatron_snip.train.health.memory import free_memory, held
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from tests.unit.train.conftest import TINY
 
 CPU = torch.device("cpu")
@@ -42,17 +44,17 @@ def test_what_a_process_holds(train_here, monkeypatch):
     monkeypatch.setattr(loop, "build", lambda *a, **how: made.append(build(*a, **how)) or made[-1])
     train_here(train_iters=1)
     (parts,) = made
-    assert held(Config().replace(**TINY), 1) == 16 * sum(
-        local_of(t).numel() for t in parts.optimizer.parameters.values()
-    )
+    count = sum(local_of(t).numel() for t in parts.optimizer.parameters.values())
+    assert held(Config().replace(**TINY), 1) == [(16 * count, 0)]
 
 
 def test_without_training_it_is_the_weights_alone(monkeypatch, caplog):
     config, here = Config().replace(**TINY), Runtime(0, 1, 0, CPU)
+    ((whole, _),) = held(config, 1)
     for free, holds, told in (
-        (5 * held(config, 1) // 16, memory.WEIGHTS, []),
-        (3 * held(config, 1) // 16, memory.WEIGHTS, ["the weights need"]),
-        (5 * held(config, 1) // 16, memory.TRAINING, ["weights, gradients and the optimiser's state need"]),
+        (5 * whole // 16, memory.WEIGHTS, []),
+        (3 * whole // 16, memory.WEIGHTS, ["the weights need"]),
+        (5 * whole // 16, memory.TRAINING, ["weights, gradients and the optimiser's state need"]),
     ):
         caplog.clear()
         monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
@@ -62,16 +64,49 @@ def test_without_training_it_is_the_weights_alone(monkeypatch, caplog):
 
 def test_shards_hold_less():
     config = Config().replace(**{**TINY, "num_layers": 4, "global_batch_size": 8})
-    whole = held(config, 1)
-    assert held(config, 4) == whole // 4, "sharded over dp"
-    assert held(config.replace(data_parallel_sharding_strategy="no_shard"), 4) == whole
-    assert held(config.replace(num_distributed_optimizer_instances=2), 4) == whole // 2
-    assert held(config.replace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 4) == whole // 4
+    ((whole, _),) = held(config, 1)
+    assert held(config, 4) == [(whole // 4, 0)], "sharded over dp"
+    assert held(config.replace(data_parallel_sharding_strategy="no_shard"), 4) == [(whole, 0)]
+    assert held(config.replace(num_distributed_optimizer_instances=2), 4) == [(whole // 2, 0)]
+    parts = held(config.replace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 4)
+    # tp does not shard norms, and both ends of the pipeline hold a tied embedding
+    norms, embedding = (2 * 4 + 1) * TINY["hidden_size"], TINY["vocab_size"] * TINY["hidden_size"]
+    assert 2 * sum(device for device, _ in parts) == whole + 16 * (norms + embedding) and len(parts) == 2
+
+
+@pytest.mark.parametrize(("precision", "state"), [("fp32", 8), ("collage-plus", 8), ("bf16", 4)])
+def test_what_a_plan_moves_to_the_host_need_not_fit_the_gpu(precision, state, monkeypatch, caplog):
+    config = Config().replace(**TINY, bf16=True, optimizer_precision=precision)
+    plan = MemoryPlan.by_hand(["keep"], config, 1, on_host=["layers.0"])
+    moved = state * (4 * 128**2 + 3 * 128**2 + 2 * 128)
+    ((whole, none),), ((left, there),) = held(config, 1), held(config, 1, plan=plan)
+    assert (whole - left, none) == (moved, 0) and there > moved
+    assert held(config.replace(optimizer_cpu_offload=True, optimizer_offload_fraction=0.0), 1) == [(whole, 0)]
+    here = Runtime(0, 1, 0, torch.device("cuda"))
+    for free, given, told in ((whole - 1, None, True), (whole - 1, plan, False), (left - 1, plan, True)):
+        caplog.clear()
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        memory.warn_about_memory(config, here, plan=given)
+        assert [line.startswith("this GPU cannot hold the run") for line in caplog.messages] == [True] * told
+
+
+def test_a_host_that_is_too_small_is_an_error_before_anything_is_built(train_here, monkeypatch):
+    built = []
+    monkeypatch.setattr(loop, "build", lambda *a, **how: built.append(a))
+    ((_, there),) = held(Config().replace(**TINY, optimizer_cpu_offload=True), 1)
+    monkeypatch.setattr(memory, "free_memory", lambda device: there // 2)
+    for fraction, most in ((1.0, 0.49), (0.9, 0.4)):
+        with pytest.raises(UserError) as info:
+            train_here(train_iters=1, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+        said = str(info.value)
+        assert said.startswith("--optimizer-cpu-offload takes 0.0") and "of the host for 1 rank on this machine" in said
+        assert float(said.split("--optimizer-offload-fraction with at most ")[1].split(",")[0]) >= most
+    assert not built
 
 
 def test_processes_of_this_host_count(monkeypatch, caplog, train_here):
     config = Config().replace(**TINY)
-    monkeypatch.setattr(memory, "free_memory", lambda device: 3 * held(config, 1))
+    monkeypatch.setattr(memory, "free_memory", lambda device: 3 * held(config, 1)[0][0])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     train_here(train_iters=1)
     assert "for 4 processes" in caplog.text

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 
 import pytest
 import torch
 
 from megatron_snip.config import Config
 from megatron_snip.errors import UserError
+from megatron_snip.model.llama import LLAMA
 from megatron_snip.model.recompute import CHOICES
 from megatron_snip.runtime import Runtime
+from megatron_snip.snip.plan import Plan
+from megatron_snip.train.dry_run.counts import Measured, Stretch
 from megatron_snip.train.health import memory
 from megatron_snip.train.memory_plan import auto
 from megatron_snip.train.memory_plan.auto import choices_of
-from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, read_memory_plan
+from megatron_snip.train.memory_plan.plan_file import MemoryPlan, RankCost, precision_of, read_memory_plan
 from megatron_snip.train.validate import validate
 
 OPTIONS = {
@@ -148,29 +152,95 @@ def test_only_a_run_that_names_the_hosts_memory_may_use_it():
     assert choices_of(run.replace(host_memory_gib=4, compile=True)) == ("keep", "full", "offload")
 
 
-@pytest.mark.parametrize("kind", ["auto", "file"])
-def test_memory_that_the_machine_lacks(kind, path, monkeypatch):
-    """Of all ranks on the machine together, and before anything is built or measured."""
+@pytest.fixture
+def on_four(monkeypatch):
+    """This machine has all four ranks of a run: call it with the GiB that it has free."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    free = [40.5 * 2**30]
-    monkeypatch.setattr(memory, "free_memory", lambda device: int(free[0]))
-    monkeypatch.setattr(auto, "make_plan", lambda *of: (dataclasses.replace(MemoryPlan.load(path), memory_gib=9.0), []))
     monkeypatch.setattr(auto.dist, "broadcast_object_list", lambda told, src: None)
-    options = {"memory_plan": "auto", "host_memory_gib": 11.0, "memory_gib": 9.0}
-    if kind == "file":
-        ranks = (RankCost(0, 1, 0.5), RankCost(1, 1, 0.5, 11 << 30))
-        dataclasses.replace(MemoryPlan.load(path), ranks=ranks).save(path)
-        options = {"memory_plan": str(path)}
-    here = Runtime(0, 4, 0, torch.device("cpu"))
+    monkeypatch.setattr(auto.dist, "all_gather_object", lambda errors, mine: None)
+    return lambda gib: monkeypatch.setattr(memory, "free_memory", lambda device: int(gib * 2**30))
+
+
+HERE = Runtime(0, 4, 0, torch.device("cpu"))
+
+
+def refused(**options: object) -> str:
     with pytest.raises(UserError) as info:
-        auto.plan_of_run(CONFIG.replace(**options), here)
-    asked = "--host-memory-gib" if kind == "auto" else f"--memory-plan {path}"
-    assert str(info.value).startswith(
-        f"{asked}: 11 GiB of the host for each of 4 ranks on this machine are 44 GiB, and"
+        auto.plan_of_run(CONFIG.replace(**options), HERE)
+    return str(info.value)
+
+
+def test_memory_that_the_machine_lacks(path, monkeypatch, on_four):
+    """Of all ranks on the machine together, and before anything is measured."""
+    made = dataclasses.replace(MemoryPlan.load(path), memory_gib=9.0)
+    monkeypatch.setattr(auto, "make_plan", lambda *of: (made, []))
+    options = {"memory_plan": "auto", "host_memory_gib": 11.0, "memory_gib": 9.0}
+    on_four(40.5)
+    assert refused(**options) == (
+        "--host-memory-gib takes 44 GiB of the host for 4 ranks on this machine, and 40.5 GiB are free; give "
+        "--memory-plan auto --host-memory-gib with at most 10.12, or use more machines"
     )
-    assert "40.5 GiB are free" in str(info.value) and str(info.value).endswith("at most 10.1")
-    free[0] = 44 << 30
-    assert auto.plan_of_run(CONFIG.replace(**options), here).blocks == BLOCKS
+    on_four(44)
+    assert auto.plan_of_run(CONFIG.replace(**options), HERE).blocks == BLOCKS
+
+
+def test_memory_that_a_plan_s_file_wants_of_the_machine(path, monkeypatch, on_four):
+    """As predicted; without a prediction for this precision, as a dry run counts.  The run's own states come on top."""
+    blocks, ranks = ("full", "selective", "keep", "offload"), (RankCost(0, 1, 0.5), RankCost(1, 1, 0.5, 11 << 30))
+    plan = dataclasses.replace(MemoryPlan.by_hand(blocks, CONFIG, 4), ranks=ranks, precision="bf16")
+    plan.save(path)
+    on_four(20)
+    assert refused(memory_plan=str(path)) == (
+        f"--memory-plan {path} takes 22 GiB of the host for 4 ranks on this machine, and 20.0 GiB are free; give "
+        "--memory-plan auto --host-memory-gib with at most 5.0, or use more machines"
+    )
+    on_four(22)
+    assert auto.plan_of_run(CONFIG.replace(memory_plan=str(path)), HERE) == plan
+    (first, there), (_, second) = memory.held(CONFIG.replace(optimizer_cpu_offload=True), 4)
+    assert first and there and second
+    states = CONFIG.replace(memory_plan=str(path), optimizer_cpu_offload=True)
+    assert auto.host_bytes(states, HERE, plan) == [there, (11 << 30) + second]
+    measured, asked = [Measured(2 * s, s, 1, (stretch(5 << 30), stretch((6 << 30) + s)), 1) for s in (0, 1)], []
+    monkeypatch.setattr(auto, "measure_all", lambda *of: (asked.append(of[1:]), measured)[1])
+    for other in (dataclasses.replace(plan, ranks=(), precision=""), dataclasses.replace(plan, precision="fp4")):
+        assert auto.host_bytes(states, HERE, other) == [6 << 30, (6 << 30) + 1]
+        assert asked.pop() == (4, [0, 2], other)
+    by_hand = MemoryPlan.by_hand(BLOCKS, CONFIG, 4, on_host=["layers.0", "norm"])
+    (_, of_layer), (_, of_norm) = memory.held(CONFIG, 4, plan=by_hand)
+    assert auto.host_bytes(CONFIG, HERE, by_hand) == [of_layer, of_norm] and 16 * 256 // 2 == of_norm < of_layer
+    assert not asked
+    by_hand.save(path)
+    on_four(of_layer / 2**30)
+    assert refused(memory_plan=str(path)).startswith(f"--memory-plan {path} takes 0.0")
+
+
+def stretch(host: int) -> Stretch:
+    return Stretch("iteration", {}, Counter(), 0, host)
+
+
+def test_a_plan_for_another_precision_is_told(path, tmp_path, caplog, on_four):
+    """A plan by hand promises nothing, so it is for every precision."""
+    on_four(1)
+    plan = dataclasses.replace(MemoryPlan.load(path), ranks=(RankCost(0, 1, 0.5), RankCost(1, 1, 0.5)))
+    for precision, told in (("", 0), ("fp4", 1), ("bf16", 0)):
+        caplog.clear()
+        dataclasses.replace(plan, precision=precision).save(path)
+        given = auto.plan_of_run(CONFIG.replace(memory_plan=str(path), precision="bf16"), HERE)
+        assert given is not None and given.precision == precision and len(caplog.messages) == told
+        assert all(
+            line.startswith(f"--memory-plan {path} was made for the precision fp4, this run's is bf16, and it may")
+            for line in caplog.messages
+        )
+    assert precision_of(CONFIG.replace(precision="fp8")) == "fp8"
+    made = Plan.uniform(LLAMA.linear_names(4), "fp4")
+    made.save(tmp_path / "plan.json")
+    assert precision_of(CONFIG.replace(precision="plan", precision_plan=str(tmp_path / "plan.json"))) == (
+        f"plan {made.hash}"
+    )
+    snip = CONFIG.replace(precision="snip", snip_options="fp8,fp4", snip_warmup_precision="fp8")
+    assert precision_of(snip) == "snip, fp8 and then fp8,fp4"
+    final = snip.replace(snip_final_precision="bf16/plan/plan", snip_final_iters=2)
+    assert precision_of(final) == "snip, fp8 and then fp8,fp4, at last bf16/plan/plan"
 
 
 def test_one_of_two_decides_what_is_recomputed():
