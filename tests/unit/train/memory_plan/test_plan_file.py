@@ -45,6 +45,13 @@ def test_it_is_read_as_written(path):
     assert len({MemoryPlan(blocks, plan.made_for).hash for blocks in (BLOCKS, BLOCKS[::-1])}) == 2
 
 
+def test_a_plan_by_hand_is_told(path):
+    """It was made for no budget."""
+    plan = MemoryPlan.load(path)
+    told = [f"memory plan {plan.hash}: of 4 blocks, 1 full, 2 keep, 1 selective"]
+    assert auto.as_lines(plan) == [*told, "  blocks 0: full, 1: selective, 2-3: keep"]
+
+
 def test_a_file_from_before_offload_is_read(path):
     """Its ranks have no bytes on the host, and its hash is of the same content."""
     values = json.loads(path.read_text())
@@ -156,6 +163,7 @@ def test_memory_that_the_machine_lacks(kind, path, monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: int(free[0]))
     monkeypatch.setattr(auto, "make_plan", lambda *of: (dataclasses.replace(MemoryPlan.load(path), memory_gib=9.0), []))
     monkeypatch.setattr(auto.dist, "broadcast_object_list", lambda told, src: None)
+    monkeypatch.setattr(auto, "_get_default_store", torch.distributed.HashStore)
     options = {"memory_plan": "auto", "host_memory_gib": 11.0, "memory_gib": 9.0}
     if kind == "file":
         ranks = (RankCost(0, 1, 0.5), RankCost(1, 1, 0.5, 11 << 30))
