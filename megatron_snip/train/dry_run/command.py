@@ -22,7 +22,8 @@ GIB = 2**30
 def dry_run(config: Config) -> None:
     """`pretrain_llama.py --dry-run`, on rank 0 only.  Raises UserError if the run does not fit --memory-gib."""
     world_size = config.dry_run.world_size or runtime.environment_world_size()
-    config = measure.without_files(config)
+    # measured with torch's optimiser, but what may go with the run's own decides what is refused and planned
+    config = measure.without_files(config).replace(optimizer_impl=config.training.optimizer_impl)
     validate(config, world_size)
     if runtime.environment_rank() > 0:
         return
