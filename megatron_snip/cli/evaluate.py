@@ -55,6 +55,7 @@ from megatron_snip.train.run.run_folder import (
     with_saved_options,
 )
 from megatron_snip.train.run.trackers import check_trackers, start_trackers
+from megatron_snip.train.schedule import final_switch
 from megatron_snip.train.setup import agree_on, check, mesh_of, with_defaults
 
 LOGGER = logging.getLogger("megatron_snip")
@@ -114,11 +115,16 @@ def plan_of(word: str | None, config: Config, start: Start) -> tuple[Config, Pla
         return config, Plan.load(path)
     if start.state["snip"] and (saved := start.state["snip"]["plan"]) is not None:
         return config, Plan.from_dict(saved, f"plan of {start.load}")
-    own = Config().replace(**saved_options(start.state, ("precision", "snip")))
-    kind = own.precision.precision
+    own = Config().replace(**saved_options(start.state, ("training", "precision", "snip"))).with_iterations()
+    kind, final = own.precision.precision, final_switch(own)
     if kind == "plan":
-        return config, Plan.load(str(own.precision.precision_plan))
-    return config.replace(precision=own.snip.snip_warmup_precision if kind == "snip" else kind), None
+        plan = Plan.load(str(own.precision.precision_plan))
+        now = plan.linears if final is None else final.linears(plan.linears, start.iteration)
+        return config, dataclasses.replace(plan, linears=now)
+    kind = own.snip.snip_warmup_precision if kind == "snip" else kind
+    if final is not None and start.iteration >= final.start:
+        kind = str(final.of(LinearPrecision.parse(kind)))
+    return config.replace(precision=kind), None
 
 
 def check_plan(plan: Plan, config: Config, device: Any) -> None:

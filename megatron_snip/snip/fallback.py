@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_snip.quant import LinearPrecision, LinearShape
+from megatron_snip.snip.plan.final import Final
 from megatron_snip.snip.plan.options import Choices
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.predict.objectives import base_option
@@ -28,14 +29,20 @@ def linears_of(history: Sequence[Mapping[str, Any]], names: Collection[str]) -> 
 
 
 def plan_before(
-    history: Sequence[Mapping[str, Any]], shapes: Sequence[LinearShape], blamed: Collection[str], iteration: int
+    history: Sequence[Mapping[str, Any]],
+    shapes: Sequence[LinearShape],
+    blamed: Collection[str],
+    iteration: int,
+    final: Final | None = None,
 ) -> Plan | None:
     """The last plan of the history whose precisions were never blamed, effective from `iteration`; None if there is
     none.
 
-    blamed: hashes of the plans in force when the loss broke.
+    blamed: hashes of the plans in force when the loss broke.  final: the late switch, which holds for this plan, too.
     """
     held = linears_of(history, [shape.name for shape in shapes])
+    if final is not None:
+        held = [linears and final.linears(linears, iteration) for linears in held]
     bad = [linears for entry, linears in zip(history, held, strict=True) if entry["hash"] in blamed]
     for entry, linears in zip(reversed(history), reversed(held), strict=True):
         if linears is not None and linears not in bad:
@@ -44,11 +51,15 @@ def plan_before(
     return None
 
 
-def base_plan(choices: Choices, shapes: Sequence[LinearShape], iteration: int) -> Plan:
-    """FP8, or the first option if FP8 is not one, from `iteration` on, for all linears that are not fixed."""
+def base_plan(choices: Choices, shapes: Sequence[LinearShape], iteration: int, final: Final | None = None) -> Plan:
+    """FP8, or the first option if FP8 is not one, from `iteration` on, for all linears that are not fixed.
+
+    final: the late switch, which holds for this plan, too.
+    """
     base = choices.free[base_option(choices.free)]
-    linears = {
+    linears: Linears = {
         shape.name: choices.options[option] if option >= 0 else base
         for shape, option in zip(shapes, choices.fixed.tolist(), strict=True)
     }
+    linears = linears if final is None else final.linears(linears, iteration)
     return Plan.by_hand(linears, shapes, iteration=iteration, objective=f"guard: {base}")

@@ -58,6 +58,7 @@ def preflight(config: Config, parts: Parts) -> None:
     begin, device = time.perf_counter(), parts.stepper.pipeline.device
     microbatches = min(config.num_microbatches(mesh.dp.size), max(2, mesh.pp.size))
     pipeline = build_pipeline(config, mesh, parts.stages, device)
+    pipeline.gathers = parts.stepper.pipeline.gathers  # which know how weights were gathered last
     stepper, zero_grad = Stepper(config, mesh, pipeline, parts.optimizer), parts.optimizer.zero_grad
     run_pass = stepper.pass_runner(made_up_batch(config, microbatches), 0)
     before = {name: linear.precision for name, linear in parts.linears.items()}

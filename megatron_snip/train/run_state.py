@@ -60,6 +60,7 @@ class RunState:
         self.signal = runtime.StopSignal(config.training.exit_signal_handler)
         self.began = time.perf_counter()
         self.unlogged: list[float] = []  # seconds of the iterations since the last progress line
+        self._planned = {name: linear.precision for name, linear in parts.linears.items()}
         self._load()
         loaders, state = (parts.train_loader, parts.valid_loader), self.start.state
         parts.data = settle_data(config, state, *loaders, parts.mesh, reads=parts.first_on_node)
@@ -169,6 +170,8 @@ class RunState:
         self.rerun.load_state(state["rerun"])
         if parts.coordinator is not None and state["snip"]:
             parts.coordinator.load_state(state["snip"])
+        for name, linear in parts.linears.items() if parts.coordinator is None else ():
+            linear.precision = self._planned[name]  # the guard may go back to before the late switch
 
 
 def go_back(parts: Parts, folder: Path, iteration: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -374,10 +375,13 @@ def _warn_about_cut_blocks(config: Config, parts: Parts, plan: Plan | None) -> N
 def agree_on(config: Config, start: Start) -> Start:
     """Broadcast rank 0's start, because each rank drew its own id for a new run.  Every rank must call it.
 
-    Raises UserError on all ranks if their options differ, or if they see different checkpoints.  That happens if a
-    folder is not shared, or if a network file system lags.
+    Raises UserError on all ranks if their options or plans differ, or if they see different checkpoints.  That happens
+    if a folder is not shared, or if a network file system lags.
     """
-    mine = (start.iteration, start.load_iteration, config)
+    named = config.precision.precision_plan, config.training.memory_plan
+    plans = [path for path in named if path and Path(path).is_file()]
+    read = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in plans]
+    mine = start.iteration, start.load_iteration, config, read
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, start.run_id))
     (first, run_id), *_ = everyone
@@ -389,6 +393,8 @@ def agree_on(config: Config, start: Start) -> Start:
             )
         if theirs[2] != first[2]:
             raise UserError(f"rank {rank} has other options than rank 0; start all with the same")
+        if theirs[3] != first[3]:
+            raise UserError(f"rank {rank} reads another {' or '.join(plans)} than rank 0; share the file")
     return dataclasses.replace(start, run_id=run_id)
 
 

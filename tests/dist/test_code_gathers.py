@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_snip.train.dry_run.measure import measure_all
-from tests.dist.helpers.code_gathers import resumed, with_and_without
+from tests.dist.helpers.code_gathers import after_a_preflight, resumed, with_and_without
 from tests.dist.helpers.dry_runs import collectives, options_of
 from tests.dist.helpers.harness import run_ranks
 from tests.dist.helpers.runs import LAYOUTS
@@ -66,6 +66,12 @@ def test_a_checkpoint_of_a_run_without_is_continued(tmp_path):
     for plain, codes in run_ranks(resumed, 2, {**PARAMS, **CUT}, MIX, tmp_path, seconds=300.0):
         assert plain["loss"] == codes["loss"]
         assert all(torch.equal(tensor, codes[name]) for name, tensor in plain.items() if name != "loss")
+
+
+def test_a_preflight_leaves_gathers_as_the_run_knows_them():
+    """An objective without a probe leaves those of the last option behind."""
+    for plain, codes in run_ranks(after_a_preflight, 2, {**PARAMS, "vocab_size": 256}, seconds=300.0):
+        assert codes == plain
 
 
 @functools.cache

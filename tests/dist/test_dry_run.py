@@ -213,6 +213,12 @@ def test_bytes_of_a_parameter(precision: str, stored: int) -> None:
     assert one.stored == stored * one.parameters and one.stretches[0].counts["read",] < 12
 
 
+def test_an_iteration_that_logs_lost_updates_is_counted_as_others() -> None:
+    options = {"num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 128, "vocab_size": 256}
+    plain, logged = (measure_all(options_of({**options, "log_edq_interval": every}), 1, [0]) for every in (0, 1))
+    assert logged == plain
+
+
 def test_a_run_to_a_loss_is_counted_at_the_default_target() -> None:
     options = {**SMALL, **ONE, "hidden_size": 128, "seq_length": 128}
     found = [measure_all(options_of({**options, **more}), 1, [0]) for more in ({}, {"snip_max_loss": 0.1})]

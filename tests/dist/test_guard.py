@@ -212,3 +212,28 @@ def test_all_three_steps_and_a_resume_in_the_middle(layout, leave, tmp_path):
         again, got = run(layout, pieces, DATA, train_iters=15, load=str(saves), exit_interval=leave)
     assert_equal(again, ranks)
     assert got == rows and hold(pieces) == plans
+
+
+#: From iteration 10 on.
+FINAL = {"snip_final_precision": "bf16/plan/plan", "snip_final_iters": 31, "train_iters": 40}
+
+
+@pytest.mark.dist
+def test_after_the_late_switch_the_steps_come_to_an_end(tmp_path):
+    """A plan to fall back to is switched, too: as it would be at once, it must not count as another one."""
+    (one,), rows = run("one", tmp_path / "run", Trouble("backward", range(10, 99)), **FINAL)
+    kinds = by_iteration(rows, "snip/guard")
+    assert kinds.pop(9) == "checkpoint" and list(kinds.values())[-4:] == ["none"] * 4
+    assert one["error"].startswith("UserError: loss or gradient was not finite in 10 iterations in a row, up to iteration")
+    assert rows[-1]["iteration"] < 30 and {one.split("/")[0] for one in hold(tmp_path / "run")[10].values()} == {"bf16"}
+
+
+@pytest.mark.dist
+def test_before_the_late_switch_a_format_is_as_given_again(tmp_path):
+    """Of a run that went back from behind the switch."""
+    more, found = {"precision": "fp4", "train_iters": 12}, {}
+    for name, switch in (("run", {**FINAL, "snip_final_iters": 3}), ("without", {})):
+        _, rows = run("one", tmp_path / name, Trouble("backward", range(11, 13), times=16), **{**switch, **more})
+        assert by_iteration(rows, "snip/guard")[9] == "checkpoint"
+        found[name] = by_iteration(rows, "lm loss")
+    assert found["run"][9] == found["without"][9] and found["run"][11] != found["without"][11]

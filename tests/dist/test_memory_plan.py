@@ -14,7 +14,7 @@ from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.dry_runs import options_of
 from tests.dist.helpers.harness import run_ranks
-from tests.dist.helpers.memory_plans import losses_of_each, real_peaks, trained, write_plan
+from tests.dist.helpers.memory_plans import losses_of_each, planned_slowly, real_peaks, trained, write_plan
 from tests.dist.helpers.runs import LAYOUTS
 
 SMALL = {"hidden_size": 128, "ffn_hidden_size": 256, "bf16": True, "precision": "fp4"}
@@ -68,6 +68,10 @@ def test_auto_trains_under_a_plan_that_fits(tmp_path):
     assert losses[0] == losses[1] and len(losses[0]) == 2
     with pytest.raises(AssertionError, match=r"--memory-plan auto: pipeline rank 0 needs at least .* GiB short"):
         run_ranks(trained, 2, {**auto, "memory_gib": all_full / 2**31, "run_dir": str(tmp_path / "none")})
+
+
+def test_ranks_wait_for_a_plan_for_longer_than_for_each_other():
+    assert len(set(run_ranks(planned_slowly, 2, {}))) == 1
 
 
 def test_predicted_peaks_are_those_of_a_run(tmp_path):

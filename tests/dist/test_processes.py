@@ -37,6 +37,7 @@ def test_neighbours_in_a_pipeline_talk_before_its_first_step():
     [
         ("checkpoint", "--load somewhere: rank 0 sees iteration 6, rank 1 4; another run may be writing to it"),
         ("options", "rank 1 has other options than rank 0; start all with the same"),
+        ("plan", "rank 1 reads another plan.json than rank 0; share the file"),
         ("nothing", ""),
     ],
 )

@@ -9,7 +9,7 @@ from fprop, and a switch of fprop alone to BF16 recovers most of it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_snip.errors import UserError
@@ -63,9 +63,13 @@ class Final:
         """In place of a plan's hash after the switch, without a planner.  before: the hash of the plan, if any."""
         return hashlib.sha256(f"{before} {self}".encode()).hexdigest()[:16]
 
+    def linears(self, planned: Mapping[str, LinearPrecision], iteration: int) -> Mapping[str, LinearPrecision]:
+        """The precisions in an iteration of linears that are planned to have these."""
+        return {name: self.of(one) for name, one in planned.items()} if iteration >= self.start else planned
+
     def plan(self, plan: Plan, shapes: Sequence[LinearShape], iteration: int) -> Plan:
         """The plan after the switch, effective from this iteration.  Before the switch, the plan itself."""
-        linears = {name: self.of(precision) for name, precision in plan.linears.items()}
-        if iteration < self.start or linears == plan.linears:
+        linears = self.linears(plan.linears, iteration)
+        if linears == plan.linears:
             return plan
         return replace(plan, iteration=iteration, linears=linears, achieved=achieved(shapes, linears), trial=None)

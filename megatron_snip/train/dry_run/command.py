@@ -22,7 +22,9 @@ GIB = 2**30
 def dry_run(config: Config) -> None:
     """`pretrain_llama.py --dry-run`, on rank 0 only.  Raises UserError if the run does not fit --memory-gib."""
     world_size = config.dry_run.world_size or runtime.environment_world_size()
-    config = measure.without_files(config)
+    # measured without these two, but they decide what is refused, and the first what is planned
+    own = {"optimizer_impl": config.training.optimizer_impl, "log_edq_interval": config.logging.log_edq_interval}
+    config = measure.without_files(config).replace(**own)
     validate(config, world_size)
     if runtime.environment_rank() > 0:
         return

@@ -68,7 +68,7 @@ def without_files(config: Config) -> Config:
         config = config.replace(tokenizer_type="NullTokenizer", tokenizer_model=None)
     return config.replace(
         mock_data=True, data_path=(), train_data_path=(), valid_data_path=(), data_cache_path=None, num_workers=0,
-        wandb_project=None, tensorboard_dir=None, eval_interval=None, optimizer_impl="torch",
+        wandb_project=None, tensorboard_dir=None, eval_interval=None, log_edq_interval=0, optimizer_impl="torch",
     )  # fmt: skip
 
 

@@ -153,9 +153,9 @@ class Guard:
         if one is None or one.plan is None or kind == "none":
             return None
         if kind == "base":
-            plan: Plan | None = base_plan(one.choices, one.shapes, iteration)
+            plan: Plan | None = base_plan(one.choices, one.shapes, iteration, one.final)
         else:
-            plan = plan_before(one.history, one.shapes, self.blamed, iteration)
+            plan = plan_before(one.history, one.shapes, self.blamed, iteration, one.final)
         return plan if plan is not None and plan.linears != one.plan.linears else None
 
     def _good_checkpoint(self) -> int | None:

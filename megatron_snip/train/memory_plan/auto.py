@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from megatron_snip import runtime
 from megatron_snip.config import Config
@@ -263,8 +265,14 @@ def host_bytes(config: Config, here: Runtime, plan: MemoryPlan | None) -> list[i
 def _auto_plan(config: Config, here: Runtime) -> MemoryPlan:
     """The plan that rank 0 makes.  Raises UserError on all ranks."""
     told: list[tuple[str, object]] = [("", None)]
+    store = PrefixStore("memory plan", _get_default_store())
     if here.rank == 0:
-        told = [_plan_or_error(lambda: _checked_plan(config, here))]
+        try:
+            told = [_plan_or_error(lambda: _checked_plan(config, here))]
+        finally:
+            store.set("made", "")
+    while not store.check(["made"]):  # a collective would time out; the watch sees ranks that die meanwhile
+        time.sleep(0.05)
     dist.broadcast_object_list(told, src=0)
     error, values = told[0]
     if error:
@@ -293,7 +301,8 @@ def _plan_or_error(make: Callable[[], MemoryPlan]) -> tuple[str, object]:
 def as_lines(plan: MemoryPlan) -> list[str]:
     """The plan for display: the choices by pipeline rank, predicted peaks and modelled seconds."""
     pp = len(plan.ranks)
-    lines = [f"memory plan {plan.hash} for {plan.memory_gib:g} GiB ({plan.status}, gap {plan.gap:.2g}): {plan.told}"]
+    made = "" if plan.memory_gib is None else f" for {plan.memory_gib:g} GiB ({plan.status}, gap {plan.gap:.2g})"
+    lines = [f"memory plan {plan.hash}{made}: {plan.told}"]
     for rank in plan.ranks:
         host = f" and {rank.host / GIB:.2f} GiB on the host" if rank.host else ""
         lines.append(

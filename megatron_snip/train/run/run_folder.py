@@ -358,13 +358,16 @@ def saved_options(state: dict[str, Any], groups: Sequence[str]) -> dict[str, Any
 
 
 def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for each model, training, data, precision or SNIP option that changes on resume."""
+    """`name: old -> new` for each model, training, data, precision or SNIP option that changes on resume.
+
+    Of the layout's, only one changes what is computed.
+    """
     now, out = config.to_dict(), []
-    for group in ("model", "training", "data", "precision", "snip"):
-        for name, value in now[group].items():
-            old = state["config"][group][name]
-            if old != value:
-                out.append(f"{name}: {old} -> {value}")
+    names = [(group, name) for group in ("model", "training", "data", "precision", "snip") for name in now[group]]
+    for group, name in [*names, ("parallel", "grad_reduce_in_bf16")]:
+        old, value = state["config"][group][name], now[group][name]
+        if old != value:
+            out.append(f"{name}: {old} -> {value}")
     return out
 
 

@@ -10,6 +10,7 @@ from megatron_snip.checkpoint.storage import load_tensors
 from megatron_snip.model.llama import Block
 from megatron_snip.parallel.data import local_of
 from megatron_snip.quant import LinearPrecision
+from megatron_snip.train.preflight import preflight
 from megatron_snip.train.setup import Parts
 from tests.dist.helpers.runs import make
 
@@ -88,4 +89,22 @@ def resumed(options: dict[str, Any], formats: tuple[str, ...], folder: Path) -> 
         loss = parts.stepper.step(loader.batch(2 * size), 3).loss
         loader.close()
         found.append({"loss": loss, **_state(parts)})
+    return found
+
+
+def after_a_preflight(options: dict[str, Any]) -> list[list[float]]:
+    """Losses of an iteration in BF16 and one in FP8 behind a preflight without a probe, without codes and with."""
+    found = []
+    for more in ({}, {"fp8_param_gather": True}):
+        config, parts = make(
+            {"num_layers": 2, "precision": "snip", "snip_objective": "layer_id", "bf16": True, **options, **more}
+        )
+        preflight(config, parts)
+        losses = []
+        for i, precision in ((1, "bf16"), (2, "fp8")):
+            _plan(parts, (precision,))
+            batch = parts.train_loader.batch((i - 1) * config.training.global_batch_size)
+            losses.append(parts.stepper.step(batch, i).loss)
+        parts.train_loader.close()
+        found.append(losses)
     return found

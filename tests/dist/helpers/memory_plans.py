@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import multiprocessing
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
 from megatron_snip.config import Config
+from megatron_snip.runtime import start
 from megatron_snip.train import loop
 from megatron_snip.train.dry_run.counts import Tracker
+from megatron_snip.train.memory_plan import auto
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from tests.dist.helpers.runs import TINY, make
 
@@ -67,3 +75,21 @@ def real_peaks(variants: list[dict[str, Any]]) -> list[tuple[int, int]]:
             del parts, batch
         gc.collect()
     return found
+
+
+def planned_slowly(options: dict[str, Any]) -> str:
+    """The hash of the plan of --memory-plan auto, which takes three times as long as a collective may."""
+    config = Config().replace(**{**TINY, **options, "memory_plan": "auto"})
+
+    def slow(*_: object) -> MemoryPlan:
+        time.sleep(3.0)
+        plan = MemoryPlan.by_hand(["keep"] * config.model.num_layers, config, dist.get_world_size())
+        return dataclasses.replace(plan, memory_gib=1.0)
+
+    auto._checked_plan = slow
+    here = start("gloo", 1.0)
+    dist.barrier()
+    _set_pg_timeout(timedelta(seconds=1))
+    plan = auto.plan_of_run(config, here)
+    assert plan is not None
+    return plan.hash

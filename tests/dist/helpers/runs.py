@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -234,13 +236,18 @@ def connections() -> list[tuple[str, int]]:
 
 
 def disagreement(what: str) -> str:
-    """What `agree_on` says when rank 1 sees another checkpoint or has other options; "" for agreement."""
+    """What `agree_on` says when rank 1 sees another checkpoint or plan, or has other options; "" for agreement."""
     from megatron_snip.train.run.run_folder import Start
     from megatron_snip.train.setup import agree_on
 
     odd = dist.get_rank() == 1
     config = Config().replace(lr=0.5 if odd and what == "options" else 0.25, load="somewhere")
     iteration = 4 if odd and what == "checkpoint" else 6
+    own = tempfile.TemporaryDirectory()
+    if what == "plan":
+        os.chdir(own.name)
+        Path("plan.json").write_text(str(dist.get_rank()))
+        config = config.replace(memory_plan="plan.json")
     try:
         agreed = agree_on(config, Start(iteration, None, None, iteration, f"id of rank {dist.get_rank()}"))
     except ValueError as error:

@@ -27,6 +27,7 @@ from megatron_snip.cli.parsers import PARSERS, PRESETS
 from megatron_snip.config import Config
 from megatron_snip.mesh import Axis
 from megatron_snip.model.llama import LLAMA
+from megatron_snip.quant import LinearPrecision
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.build_model import documents_of
 from megatron_snip.train.report.evaluations import Evaluation
@@ -63,6 +64,17 @@ def test_a_checkpoints_own(tmp_path):
     start = start_of(tmp_path, precision="plan", precision_plan=str(tmp_path / "plan.json"))
     _, plan = plan_of("own", Config(), start)
     assert plan is not None and plan.hash == PLAN.hash
+
+
+@pytest.mark.parametrize(("iters", "fprop"), [(1, "bf16"), (2, "bf16"), (0, "fp4")], ids=["first", "later", "before"])
+def test_a_checkpoints_own_after_the_late_switch(tmp_path, iters, fprop):
+    """The checkpoint is of iteration 3."""
+    late = {"snip_final_precision": "bf16/plan/plan", "snip_final_iters": iters or 1, "train_iters": 3 if iters else 4}
+    config, plan = plan_of("own", Config(), start_of(tmp_path, precision="fp4", **late))
+    assert plan is None and LinearPrecision.parse(config.precision.precision) == LinearPrecision(fprop, "fp4", "fp4")
+    PLAN.save(tmp_path / "plan.json")
+    start = start_of(tmp_path, precision="plan", precision_plan=str(tmp_path / "plan.json"), **late)
+    assert set(plan_of("own", Config(), start)[1].linears.values()) == {LinearPrecision(fprop, "fp4", "fp4")}
 
 
 def test_the_plan_beside_an_exported_model(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from megatron_snip.config import SnipConfig
 from megatron_snip.quant import LinearShape
 from megatron_snip.snip.fallback import base_plan, linears_of, plan_before
+from megatron_snip.snip.plan.final import Final
 from megatron_snip.snip.plan.options import read_choices
 
 NAMES = ["layers.0.mlp.up_proj", "layers.0.mlp.down_proj"]
@@ -43,6 +44,21 @@ def test_the_last_one_without_trouble_and_none_with_the_same_precisions(blamed, 
     if plan is not None:
         assert plan.iteration == 41 and plan.achieved == plan.target == plan.fp4_share(SHAPES)
         plan.check_achieved(SHAPES, "plan")
+
+
+@pytest.mark.parametrize(
+    ("blamed", "expected"), [([], ["bf16/fp4/fp4", "bf16/fp8/fp8"]), (["h4"], ["bf16/fp8/fp8", "bf16/fp4/fp4"])]
+)
+def test_after_the_late_switch_plans_are_as_it_makes_them(blamed, expected):
+    """The first is blamed with the fourth, which the switch makes equal to it."""
+    final = Final.parse("bf16/plan/plan", 41)
+    assert words(plan_before(MADE, SHAPES, blamed, 41, final).linears) == expected
+    assert words(plan_before(MADE, SHAPES, blamed, 40, final).linears) == [one.split("/")[1] for one in expected]
+    switched = {UP: "bf16/fp4/fp4", DOWN: "bf16/fp8/fp8"}
+    only = plan_before(history({UP: "fp4", DOWN: "fp8"}, switched), SHAPES, ["h2"], 41, final)
+    assert only is None, "what the switch made of it is blamed"
+    base = base_plan(read_choices(SnipConfig(snip_options="fp8,fp4"), SHAPES), SHAPES, 41, final)
+    assert words(base.linears) == ["bf16/fp8/fp8"] * 2
 
 
 def test_no_history_no_plan():

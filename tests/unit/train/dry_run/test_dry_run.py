@@ -161,6 +161,10 @@ def test_what_does_not_help_alone_is_named_too(peaks) -> None:
     [
         ({"dry_run": False}, "--world-size 4 needs --dry-run; add it, or drop this option"),
         ({"world_size": 3}, "world size 3 is not a multiple of tensor x pipeline parallel = 1 x 2"),
+        (
+            {"optimizer_impl": "apex", "optimizer_cpu_offload": True},
+            "--optimizer-cpu-offload updates weights on the host, which --optimizer-impl apex cannot",
+        ),
     ],
 )
 def test_bad_options(options, said, peaks, tmp_path: Path) -> None:

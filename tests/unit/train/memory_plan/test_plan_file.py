@@ -49,6 +49,13 @@ def test_it_is_read_as_written(path):
     assert len({MemoryPlan(blocks, plan.made_for).hash for blocks in (BLOCKS, BLOCKS[::-1])}) == 2
 
 
+def test_a_plan_by_hand_is_told(path):
+    """It was made for no budget."""
+    plan = MemoryPlan.load(path)
+    told = [f"memory plan {plan.hash}: of 4 blocks, 1 full, 2 keep, 1 selective"]
+    assert auto.as_lines(plan) == [*told, "  blocks 0: full, 1: selective, 2-3: keep"]
+
+
 def test_a_file_from_before_offload_is_read(path):
     """Its ranks have no bytes on the host, and its hash is of the same content."""
     values = json.loads(path.read_text())
@@ -157,6 +164,7 @@ def on_four(monkeypatch):
     """This machine has all four ranks of a run: call it with the GiB that it has free."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(auto.dist, "broadcast_object_list", lambda told, src: None)
+    monkeypatch.setattr(auto, "_get_default_store", torch.distributed.HashStore)
     monkeypatch.setattr(auto.dist, "all_gather_object", lambda errors, mine: None)
     return lambda gib: monkeypatch.setattr(memory, "free_memory", lambda device: int(gib * 2**30))
 

@@ -352,10 +352,10 @@ def test_changed_options_are_told():
     options = Config().replace(lr=0.5, train_iters=7, log_interval=3).to_dict()
     for group, name in (("training", "lr_wsd_decay_style"), ("model", "model_name"), ("training", "lr_warmup_init")):
         del options[group][name]  # as in a checkpoint of a version that had no such option
-    now = Config().replace(train_iters=9, data_path=("a",), snip_target=0.5, lr_warmup_init=1e-5)
+    now = Config().replace(train_iters=9, data_path=("a",), snip_target=0, lr_warmup_init=1, grad_reduce_in_bf16=True)
     assert changed_options(now, {"config": config_of(options).to_dict()}) == [
-        "train_iters: 7 -> 9", "lr: 0.5 -> 0.0003", "lr_warmup_init: 0.0 -> 1e-05", "data_path: [] -> ['a']",
-        "snip_target: 0.75 -> 0.5",
+        "train_iters: 7 -> 9", "lr: 0.5 -> 0.0003", "lr_warmup_init: 0.0 -> 1", "data_path: [] -> ['a']",
+        "snip_target: 0.75 -> 0", "grad_reduce_in_bf16: False -> True",
     ]  # fmt: skip
 
 
