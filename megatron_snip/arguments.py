@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -20,10 +21,18 @@ from megatron_snip.errors import UserError
 from megatron_snip.files.io import HALF_PAIR, parse_toml, read_file, shown
 from megatron_snip.megatron_options import without_megatrons
 
+LOGGER = logging.getLogger("megatron_snip")
+
 #: Options for a first run, after --config.
 FIRST = (
     "run_dir", "data_path", "tokenizer_model", "global_batch_size", "train_iters", "bf16", "precision", "snip_target",
     "load",
+)  # fmt: skip
+
+#: Options of the group of plans that a run without plans follows, too; --snip-options names a dry run's device.
+WITHOUT_PLANS = (
+    "snip_options", "snip_final_precision", "snip_final_iters", "gemm_times", "snip_guard", "snip_guard_patience",
+    "snip_bf16_eval_interval",
 )  # fmt: skip
 
 #: Two ways to say how much a plan saves.
@@ -121,6 +130,16 @@ def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config
     return config
 
 
+def warn_of_unused(words: Sequence[str], config: Config) -> None:
+    """Name options of plans on the command line of a run that makes none.  A file of options may serve other runs."""
+    kind, groups = config.precision.precision, option_groups()
+    given = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
+    names = {option: option[2:].replace("-", "_") for option in given}
+    unused = [one for one, name in names.items() if groups.get(name) == "snip" and name not in WITHOUT_PLANS]
+    if unused and kind != "snip":
+        LOGGER.warning(f"{', '.join(unused)}: no effect under --precision {kind}; give --precision snip to make plans")
+
+
 def _under_alternatives(
     names: Sequence[str], of_file: dict[str, Any], path: str, defaults: dict[str, Any]
 ) -> dict[str, Any]:
@@ -202,4 +221,10 @@ def _read_words(words: list[str]) -> Config:
     text = " ".join(text.replace("│", " ").split()).partition(": ")[2]
     for tail in ("Argument helptext", "For full helptext", "Perhaps you meant"):
         text = text.partition(tail)[0]
+    number = re.match(
+        r"Error parsing (--\S+): (?:invalid literal for (int)|could not convert string to float).*?('.*')", text
+    )
+    if number:
+        kind = "a whole number" if number[2] else "a number"
+        text = f"{number[1]} is {number[3]}; give {kind}"
     raise UserError(f"{text.strip(' :.')}; --help lists all options and their values")

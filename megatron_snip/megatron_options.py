@@ -75,7 +75,7 @@ def without_megatrons(words: Sequence[str]) -> list[str]:
     """
     kept: list[str] = []
     dropped: list[str] = []
-    refused: list[str] = []
+    refused: dict[str, list[str]] = {}  # the way out -> options, as many have the same one
     ours, (switches, lists, known_values, _, _), left = option_groups(), tables(), list(words)
     while left:
         word = left.pop(0)
@@ -93,9 +93,11 @@ def without_megatrons(words: Sequence[str]) -> list[str]:
         if name in switches or (name in lists and values) or (len(values) == 1 and _same(values[0], allowed)):
             dropped.append(shown)
         else:
-            refused.append(f"{shown}: {instead or ('give it a value' if name in lists else 'give it one value')}")
+            way_out = instead or ("give it a value" if name in lists else "give it one value")
+            refused.setdefault(way_out, []).append(shown)
     if refused:
-        raise UserError(f"Megatron-LM options that are not supported here: {'; '.join(refused)}")
+        told = "; ".join(f"{', '.join(options)}: {way_out}" for way_out, options in refused.items())
+        raise UserError(f"Megatron-LM options that are not supported here: {told}")
     if dropped:
         LOGGER.info(f"Megatron-LM options that are ignored here: {', '.join(dropped)}")
     return kept

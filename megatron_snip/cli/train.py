@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_snip.arguments import asks_for_help, parse
+from megatron_snip.arguments import asks_for_help, parse, warn_of_unused
 from megatron_snip.errors import UserError
 
 
@@ -42,6 +42,7 @@ def main(words: Sequence[str]) -> None:
 
     with report_errors() as ending:
         config = parse(words)
+        warn_of_unused(words, config)
         if config.dry_run.dry_run:
             with _imports():
                 from megatron_snip.train.dry_run.command import dry_run

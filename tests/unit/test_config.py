@@ -263,9 +263,9 @@ def test_config_files_that_cannot_be_read(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--num-layers", "two"], ["--num-layers", "'two'"]),
+        (["--num-layers", "two"], ["--num-layers is 'two'; give a whole number"]),
         (["--num-layers", "2.5"], ["--num-layers", "'2.5'"]),
-        (["--lr=fast"], ["--lr", "'fast'"]),
+        (["--lr=fast"], ["--lr is 'fast'; give a number"]),
         (["--lr-decay-style", "steps"], ["'steps'", "--lr-decay-style", "'cosine'", "'WSD'"]),
         (["--bf16", "yes"], ["Unrecognized options: yes"]),
         (["stray", "--lr", "1"], ["Unrecognized options: stray"]),

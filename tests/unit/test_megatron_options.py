@@ -87,6 +87,10 @@ def test_with_these_changes_it_runs(caplog):
         ("--ckpt-format", "--ckpt-format: give it one value"),
         ("--fp16 --qk-layernorm", "--fp16: give --bf16; --qk-layernorm: give --model-name qwen3"),
         ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16: gradients, master weights and Adam's state are float32 here"),
+        (
+            "--exp-avg-dtype bf16 --fp16 --main-grads-dtype bf16",
+            "--exp-avg-dtype bf16, --main-grads-dtype bf16: gradients",
+        ),
         ("--no-save-optim", "--no-save-optim: checkpoints have the optimiser's state; --no-load-optim leaves it"),
         ("--save-retain-interval 10", "--save-retain-interval 10: give --keep-last 1 --keep-every in its place"),
         ("--iterations-to-skip 3 4", "--iterations-to-skip 3 4: no iteration is left out here"),

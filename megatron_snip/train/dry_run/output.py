@@ -117,14 +117,16 @@ def _launches(stretch: Stretch) -> dict[str, int]:
 
 def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> str:
     """Tables for display."""
-    at, (linears, options) = _layout(config, world_size), plan_size(config)
+    at = _layout(config, world_size)
     device = {"cpu": "CPUs", "hopper": "Hopper GPUs", "blackwell": "Blackwell GPUs"}[device_of(config)]
     context = f" x context parallel {at['cp']}" if at["cp"] > 1 else ""
     lines = [
         f"dry run: {world_size} {device}, tensor parallel {at['tp']} x pipeline parallel {at['pp']}{context} x data "
         f"parallel {at['dp']}, {at['microbatches']} microbatches of {at['tokens']} tokens",
-        f"a plan: {linears} linears x {options} options",
     ]
+    if config.precision.precision == "snip":
+        linears, options = plan_size(config)
+        lines.append(f"a plan: {linears} linears x {options} options")
     if (final := final_switch(config.with_iterations())) is not None:
         iterations = config.with_iterations().training.train_iters
         count = iterations - final.start + 1

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from megatron_snip.train.memory_plan.program import GIB, Chosen, Peaks, Runs, ho
 from megatron_snip.train.memory_plan.rates import Rates, rates_of
 
 LOGGER = logging.getLogger("megatron_snip")
+T = TypeVar("T")
 MOST_PROCESSES = 8
 #: How often the budget is lowered by what a dry run of the answer needs beyond it.
 TRIES = 4
@@ -253,28 +255,37 @@ def host_bytes(config: Config, here: Runtime, plan: MemoryPlan | None) -> list[i
         return states
     if len(plan.ranks) == pp and plan.precision == precision_of(config):
         return [rank.host + more * (not plan.on_host) for rank, more in zip(plan.ranks, states, strict=True)]
-    told: list[dict[int, int]] = [{}]
-    if here.rank == 0:
+
+    def dry_run() -> dict[int, int]:
         ranks = [here.world_size // pp * stage for stage in measured_ranks(config)]
         measured = measure_all(config, here.world_size, ranks, plan)
-        told = [{one.stage: max(stretch.host for stretch in one.stretches) for one in measured}]
+        return {one.stage: max(stretch.host for stretch in one.stretches) for one in measured}
+
+    found = _made_by_rank_0(here, "host bytes", dry_run)
+    return [found[stage if stage in found else 1] for stage in range(pp)]
+
+
+def _made_by_rank_0(here: Runtime, what: str, make: Callable[[], T]) -> T:
+    """What rank 0 makes, on all ranks.  Takes as long as it must, where a collective would time out.
+
+    what: a name of its own.  If rank 0 dies meanwhile, the heartbeat ends the others.
+    """
+    told: list[T | None] = [None]
+    store = PrefixStore(what, _get_default_store())
+    if here.rank == 0:
+        try:
+            told = [make()]
+        finally:
+            store.set("made", "")
+    while not store.check(["made"]):
+        time.sleep(0.05)
     dist.broadcast_object_list(told, src=0)
-    return [told[0][stage if stage in told[0] else 1] for stage in range(pp)]
+    return cast(T, told[0])
 
 
 def _auto_plan(config: Config, here: Runtime) -> MemoryPlan:
     """The plan that rank 0 makes.  Raises UserError on all ranks."""
-    told: list[tuple[str, object]] = [("", None)]
-    store = PrefixStore("memory plan", _get_default_store())
-    if here.rank == 0:
-        try:
-            told = [_plan_or_error(lambda: _checked_plan(config, here))]
-        finally:
-            store.set("made", "")
-    while not store.check(["made"]):  # a collective would time out; the watch sees ranks that die meanwhile
-        time.sleep(0.05)
-    dist.broadcast_object_list(told, src=0)
-    error, values = told[0]
+    error, values = _made_by_rank_0(here, "memory plan", lambda: _plan_or_error(lambda: _checked_plan(config, here)))
     if error:
         raise UserError(error)
     assert isinstance(values, dict)

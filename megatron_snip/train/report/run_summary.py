@@ -105,6 +105,10 @@ def _read_metrics(file: Path, notes: list[str]) -> list[dict[str, Any]]:
     return [row for _, row in lines]
 
 
+#: What planning takes: a row's name, and its metric.
+PLANNING_TIMES = (("time in probes", "snip/probe_seconds"), ("time in the solver", "snip/solver_seconds"))
+
+
 def rows_of(run: Run) -> list[tuple[str, str]]:
     """The run in numbers: (name, value with its unit).  Losses are in nats, times of the wall clock."""
     iterations = str(sum(row["iteration"] > 0 for row in run.metrics))  # 0: validation of initial weights
@@ -125,8 +129,7 @@ def rows_of(run: Run) -> list[tuple[str, str]]:
         ("in FP4", _in_fp4(run)),
         ("plans", plans),
         ("iterations", iterations),
-        ("time in probes", _time(run, "snip/probe_seconds")),
-        ("time in the solver", _time(run, "snip/solver_seconds")),
+        *((name, _time(run, key)) for name, key in PLANNING_TIMES if run.column(key)[1]),
         *tried,
         ("time in all iterations", "none recorded" if seconds is None else _duration(seconds)),
     ]

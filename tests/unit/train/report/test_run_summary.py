@@ -24,6 +24,11 @@ def test_summary_by_hand(tmp_path):
     ]
 
 
+def test_a_run_without_probes_says_nothing_of_their_time(tmp_path):
+    names = [name for name, _ in rows_of(read_run(write_run(tmp_path, [line(1)])))]
+    assert names == ["validation loss", "training loss", "in FP4", "plans", "iterations", "time in all iterations"]
+
+
 def test_trials_in_words(tmp_path):
     """One took the solver's plan, one another, and one kept the plan in force."""
     rows = [
