@@ -49,7 +49,7 @@ from megatron_snip.files.json import (
     read_json,
     write_atomic,
 )
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.schedule import final_switch
 
 VERSION = 1

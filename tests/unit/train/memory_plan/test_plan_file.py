@@ -14,7 +14,7 @@ from megatron_snip.errors import UserError
 from megatron_snip.model.llama import LLAMA
 from megatron_snip.model.recompute import CHOICES
 from megatron_snip.runtime import Runtime
-from megatron_snip.snip.plan import Plan
+from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.dry_run.counts import Measured, Stretch
 from megatron_snip.train.health import memory
 from megatron_snip.train.memory_plan import auto
