@@ -348,6 +348,10 @@ class Config:
             iterations += 1
         return self.replace(train_iters=iterations + max(0, t.train_samples - consumed) // t.global_batch_size)
 
+    def with_defaults(self) -> Config:
+        """The options with derived values filled in, as in config.json and checkpoints."""
+        return self.replace(num_query_groups=self.model.query_groups, kv_channels=self.model.head_dim)
+
     @property
     def model_parallel_size(self) -> int:
         """Number of ranks that share a sample."""

@@ -39,7 +39,7 @@ from megatron_snip.train.health.memory import TRAINING, WEIGHTS, warn_about_memo
 from megatron_snip.train.memory_plan.auto import plan_of_run
 from megatron_snip.train.run.run_folder import Start, read_tensors, refuse_other_model, with_saved_options
 from megatron_snip.train.run.state_file import new_state
-from megatron_snip.train.setup import Parts, agree_on, build, check, with_defaults
+from megatron_snip.train.setup import Parts, agree_on, build, check
 
 LOGGER = logging.getLogger("megatron_snip")
 
@@ -75,7 +75,7 @@ def prepare(config: Config, start: Start, batches: int, *, updates: bool = True)
     """
     assert start.load is not None
     config, _ = check(probe_config(config, start.iteration, batches), runtime.environment_world_size())
-    config = with_defaults(config)
+    config = config.with_defaults()
     state = start.state or new_state("", config)
     alone = state["weights_alone"]  # then the probe is of the first update
     if start.state is None:

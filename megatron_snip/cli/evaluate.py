@@ -56,7 +56,7 @@ from megatron_snip.train.run.run_folder import (
 )
 from megatron_snip.train.run.trackers import check_trackers, start_trackers
 from megatron_snip.train.schedule import final_switch
-from megatron_snip.train.setup import agree_on, check, mesh_of, with_defaults
+from megatron_snip.train.setup import agree_on, check, mesh_of
 
 LOGGER = logging.getLogger("megatron_snip")
 #: Kinds of requests that we can score.
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before = known(path, start.iteration, model_of(start))
     config, plan = plan_of(own.plan, config, start)
     config, given = check(config, runtime.environment_world_size())  # the plan of --precision plan
-    plan, config = plan or given, with_defaults(config)
+    plan, config = plan or given, config.with_defaults()
     manager, names = load_tasks(own.tasks, own.include_path)
     p, d = config.parallel, config.data
     here = runtime.start(p.distributed_backend, p.distributed_timeout_minutes, device=p.device)

@@ -29,7 +29,7 @@ from megatron_snip.train.run.data_identity import agreed
 from megatron_snip.train.run.metrics import progress_line, validation_line
 from megatron_snip.train.run.run_folder import advice, drop_later_plans, find_start
 from megatron_snip.train.run_state import RunState, go_back
-from megatron_snip.train.setup import agree_on, build, check, with_defaults
+from megatron_snip.train.setup import agree_on, build, check
 from megatron_snip.train.step import StepResult
 from megatron_snip.train.validate import check_restarts
 
@@ -339,7 +339,7 @@ def train(config: Config, ending: Ending | None = None) -> None:
     runtime.prepare_environment(kind, deterministic=config.training.deterministic_mode, stacks=stacks)
     config, plan = check(config, runtime.environment_world_size())
     check_restarts(config, runtime.environment_restarts(), runtime.environment_requeues())
-    config = with_defaults(config)
+    config = config.with_defaults()
     start = find_start(config)
     if ending is not None:
         ending.folder, ending.advice = stacks, partial(advice, config)

@@ -396,10 +396,3 @@ def agree_on(config: Config, start: Start) -> Start:
         if theirs[3] != first[3]:
             raise UserError(f"rank {rank} reads another {' or '.join(plans)} than rank 0; share the file")
     return dataclasses.replace(start, run_id=run_id)
-
-
-def with_defaults(config: Config) -> Config:
-    """Options with derived values filled in, as in config.json and checkpoints."""
-    m = config.model
-    model = dataclasses.replace(m, num_query_groups=m.query_groups, kv_channels=m.head_dim)
-    return dataclasses.replace(config, model=model)

@@ -55,7 +55,7 @@ def test_no_bit_changes(case):
     if case == FIRST[0]:
         assert any("488 rows on 4 ranks cut blocks whose scales depend on all elements: " in line for line in lines)
         assert any("488 rows on 4 ranks cut scales of whole columns: " in line for line in lines)
-        assert "down, k, o, q, v in nvfp4_4over6" in told
+        assert "down_proj, k_proj, o_proj, q_proj, v_proj in nvfp4_4over6" in told
     for codes, plain in results:
         assert codes["told"] == plain["told"] and not any(plain["coded"])
         assert codes["tensors"].keys() == plain["tensors"].keys()

@@ -72,8 +72,12 @@ def units_of(parts: Parts, tracker: Tracker) -> Units:
 
 
 def _whole(module: nn.Module, ranks: int, itemsize: int) -> list[int]:
-    """Bytes of a module's own parameters as the last pass gathered them from the ranks that shard them."""
+    """Bytes of a module's own parameters as the last pass gathered them from the ranks that shard them.
+
+    Of codes, FSDP2's buffers: scales of blocks that ranks cut come more than once.
+    """
     codes = getattr(module, "codes", None)  # of the weight of a linear
     if codes:
-        return [part.nbytes for one in codes.values() for part in (one.data, one.scales)]
+        parts = [part for one in codes.values() for part in (one.data, one.scales)]
+        return [(part if part._base is None else part._base).nbytes for part in parts]
     return [ranks * local_of(p.detach()).numel() * itemsize for p in module.parameters(recurse=False)]

@@ -358,10 +358,7 @@ def saved_options(state: dict[str, Any], groups: Sequence[str]) -> dict[str, Any
 
 
 def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for each model, training, data, precision or SNIP option that changes on resume.
-
-    Of the layout's, only one changes what is computed.
-    """
+    """`name: old -> new` for each option that changes on resume, without those of the layout that change no number."""
     now, out = config.to_dict(), []
     names = [(group, name) for group in ("model", "training", "data", "precision", "snip") for name in now[group]]
     for group, name in [*names, ("parallel", "grad_reduce_in_bf16")]:

@@ -18,7 +18,6 @@ from megatron_snip.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_snip.errors import UserError
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train.run.run_folder import Start
-from megatron_snip.train.setup import with_defaults
 from tests.unit.snip.made_up import statistics
 from tests.unit.train.recorded import MODEL, NAMES, SHAPES, shown
 
@@ -77,7 +76,7 @@ def test_a_runs_checkpoint_is_probed_on_other_data(monkeypatch):
         "seq_length": 128, "micro_batch_size": 1, "global_batch_size": 1, "train_iters": 1, "lr": 1e-4,
         "mock_data": True, "precision": "snip", "distributed_backend": "gloo",
     }  # fmt: skip
-    config = with_defaults(Config().replace(**options))
+    config = Config().replace(**options).with_defaults()
     trained = config.replace(global_batch_size=64, split="90,10,0", seq_length=256)
     state = {"config": trained.to_dict(), "optimizer_steps": 7, "consumed_samples": 448, "weights_alone": False}
     start = Start(7, state, Path("checkpoints"), 7, "")

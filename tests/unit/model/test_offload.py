@@ -217,6 +217,17 @@ class FakeStream:
         self.log.append(f"{self.name} waits for: {event}")
 
 
+#: What three blocks do on a GPU: values, and what is logged of each.
+SEND, FREE = ["out waits for compute", "out copies {}"], "compute waits for: out copies {}"
+FETCH, READ = ["back waits for compute", "back copies {}"], "compute reads {}"
+BACK = "compute waits for: back copies {}"
+ORDER = [
+    (2, ["block 0", *SEND]), (4, ["block 1", *SEND]), (2, [FREE]), (16, ["block 2", *SEND]), (4, [FREE]),
+    (4, FETCH), (16, ["backward of block 2", FREE, READ]),
+    (2, FETCH), (4, ["backward of block 1", BACK, READ]), (2, ["backward of block 0", BACK, READ]),
+]  # fmt: skip
+
+
 def test_the_order_of_streams_on_a_gpu(monkeypatch):
     """By stand-ins for its streams.  Memory is freed, read and written behind the events of its copies.
 
@@ -270,18 +281,7 @@ def test_the_order_of_streams_on_a_gpu(monkeypatch):
         logs.append(log.copy())
         log.clear()
         assert pinned == [4 * MIN_BYTES] * 3
-    send, free = ["out waits for compute", "out copies {}"], "compute waits for: out copies {}"
-    fetch, read = ["back waits for compute", "back copies {}"], "compute reads {}"
-    assert logs == [[
-        text.format(value)
-        for value, texts in [
-            (2, ["block 0", *send]), (4, ["block 1", *send]), (2, [free]), (16, ["block 2", *send]), (4, [free]),
-            (4, fetch), (16, ["backward of block 2", free, read]),
-            (2, fetch), (4, ["backward of block 1", "compute waits for: back copies {}", read]),
-            (2, ["backward of block 0", "compute waits for: back copies {}", read]),
-        ]
-        for text in texts
-    ]] * 2  # fmt: skip
+    assert logs == [[text.format(value) for value, texts in ORDER for text in texts]] * 2
 
 
 def test_no_tensor_is_in_a_circle(make):

@@ -17,7 +17,7 @@ from megatron_snip.model.spec import MODELS
 from megatron_snip.quant import LINEAR_IMPLS, LinearPrecision
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.train import setup
-from megatron_snip.train.setup import build, check, with_defaults
+from megatron_snip.train.setup import build, check
 
 
 @pytest.fixture
@@ -271,6 +271,6 @@ def test_blocks_that_a_layout_cuts_are_told(config, caplog, monkeypatch):
 
 
 def test_defaults_are_filled_in_for_the_record(config):
-    filled = with_defaults(config)
+    filled = config.with_defaults()
     assert (filled.model.num_query_groups, filled.model.kv_channels) == (2, 64)
-    assert with_defaults(config.replace(num_query_groups=1)).model.num_query_groups == 1
+    assert config.replace(num_query_groups=1).with_defaults().model.num_query_groups == 1

@@ -93,7 +93,7 @@ def test_text_and_no_file(peaks, tmp_path, monkeypatch, capsys) -> None:
     assert not list(tmp_path.iterdir())
     assert "4 Hopper GPUs, tensor parallel 1 x pipeline parallel 2 x data parallel 2, 4 microbatches of 256" in text
     assert "rank 2, pipeline stage 1, holds 1.000e9 parameters, 16 bytes each" in text
-    assert "a plan: 28 linears x 2 options" in as_text(Config().replace(**OPTIONS, precision="snip"), 4, [])
+    assert "a plan: 28 linears x 8 options" in as_text(Config().replace(**OPTIONS, precision="snip"), 4, [])
     assert "a plan:" not in text
     lines = [line.split("|") for line in text.splitlines()]
     rows = {line[1].strip(): line[2].strip() for line in lines[:25] if len(line) > 2}

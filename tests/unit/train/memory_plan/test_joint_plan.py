@@ -27,7 +27,7 @@ OPTIONS = {
     "num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4, "seq_length": 4096,
     "vocab_size": 512, "micro_batch_size": 4, "global_batch_size": 4, "train_iters": 20, "mock_data": True,
     "tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_sharding_strategy": "no_shard",
-    "snip_options": "mxfp8,nvfp4", "snip_start": 1,
+    "snip_options": "mxfp8,nvfp4", "snip_granularity": "linear", "snip_start": 1,
 }  # fmt: skip
 WORLD = 2
 

@@ -45,6 +45,7 @@ def test_predictions_are_what_a_dry_run_counts(monkeypatch):
         plain, away, stays, sent, both = (job.result().worst for job in jobs)
         least = planner.plan((away.total - 1) / 2**30)
     monkeypatch.setattr(auto.dist, "broadcast_object_list", lambda told, src: None)
+    monkeypatch.setattr(auto, "_get_default_store", torch.distributed.HashStore)
     here = Runtime(0, 2, 0, torch.device("cpu"))
     assert auto.host_bytes(config, here, cases[2, 0, 0, 0, 1, 0, 1, 1]) == [both.host], "of a plan by hand"
     assert of_apex.choices == runs.choices and not of_apex.states
@@ -76,5 +77,6 @@ def test_a_block_that_stays_gathered_as_codes_is_charged_for_these():
     assert runs.units.sent == {0: codes // 2, 1: codes // 2}
     assert codes <= runs.units.gathered[0] <= codes + 7 * 512, "rounded up"
     assert plain.counts[SENT] - stays.counts[SENT] == 2 * runs.units.sent[0]
-    assert 0 <= peaks.of((0, 0, 1, 0))[0] - stays.total <= runs.units.gathered[0]
+    # in other phases block 0 is one buffer in flight, which is rounded up once
+    assert -7 * 512 <= peaks.of((0, 0, 1, 0))[0] - stays.total <= runs.units.gathered[0]
     assert peaks.of((0, 0, 0, 0))[0] == plain.total
