@@ -127,7 +127,8 @@ def run(orders: Sequence[Sequence[Op]], costs: Sequence[Costs], blocks: Sequence
 def dealt_out(config: Config) -> list[float]:
     """Mean time of a linear of each process, by BF16's, under a plan of --snip-stage-constraint makespan."""
     shapes = snip_shapes(config)
-    snip = config.replace(snip_stage_constraint="makespan", snip_target=0.75, snip_options="fp8,fp4").snip
+    options = {"snip_options": "fp8,fp4", "snip_granularity": "linear", "snip_target": 0.75}
+    snip = config.replace(snip_stage_constraint="makespan", **options).snip
     choices = read_choices(snip, shapes)
     worse = np.outer([shape.gemm_flops for shape in shapes], [0.0, 1.0])  # so that no more than the target is in FP4
     found = solve_request(snip, shapes, choices, worse).solve()

@@ -100,7 +100,7 @@ class Case:
     def __init__(self, name: str, target: float, stats: Path, pool: Any) -> None:
         words, world, _ = CASES[name]
         options = f"{words} --mock-data --precision snip --snip-options mxfp8,nvfp4 --snip-target {target}"
-        options += " --snip-stage-constraint none"
+        options += " --snip-stage-constraint none --snip-granularity linear"
         begin = time.perf_counter()
         self.joint = JointPlanner(borrowed(without_files(parse(options.split())), stats), world, pool)
         self.seconds, self.problem = time.perf_counter() - begin, self.joint.problem

@@ -81,7 +81,8 @@ collect() {
 
 plans() {
     python -m megatron_snip.cli plan --stats "$dir/stats.json" --load "$dir/bf16/checkpoints" \
-        --snip-target "${WORKFLOW_BUDGET:-0.75}" --num-random "${WORKFLOW_RANDOM:-3}" --output-dir "$dir/plans"
+        --snip-granularity linear --snip-target "${WORKFLOW_BUDGET:-0.75}" --num-random "${WORKFLOW_RANDOM:-3}" \
+        --output-dir "$dir/plans"
 }
 
 # scheme NAME OPTIONS...: from the checkpoint in BF16 on, unless the scheme has checkpoints of its own
