@@ -227,7 +227,7 @@ class Snip:
         The one that measures best is returned, with the record of all in ``plan.trial``.  If the trial fails, one line
         is logged, and the plan in force is returned.  trials=0 switches it off.
         options: churn, fix, granularity, objective, options and trials, as --snip-churn and so on, such as
-        granularity="gemm" or fix="layers.0.*=fp8".
+        granularity="linear" or fix="layers.0.*=fp8".
 
         Call it on every rank.  Raises UserError on every rank if the options cannot be met.
         """
