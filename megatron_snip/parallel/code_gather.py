@@ -100,8 +100,6 @@ class _Weight:
     def choice(self, precision: LinearPrecision, tokens: int) -> tuple[tuple[Form, ...], str]:
         """The forms to gather it in under a precision, and if there are none, why."""
         forms, (rows, columns), ranks = weight_codes(precision), self.shape, self.mesh.shard.size
-        if ranks == 1:
-            return (), "nothing is gathered"
         if not forms:
             return (), "a GEMM needs the weight itself, or codes for both GEMMs are not smaller"
         if columns % 2:
@@ -171,7 +169,9 @@ class _Weight:
 
 
 class CodeGathers:
-    """The gathers of all quantisable weights of this rank's stages.  Every rank must make the same calls.
+    """The gathers of all quantisable weights of this rank's stages, for two or more ranks that shard them.
+
+    Every rank must make the same calls.
 
     tokens: of a microbatch, that linears multiply on this rank.
     """
@@ -236,7 +236,7 @@ class CodeGathers:
                 by_kinds.setdefault(", ".join(sorted(kinds)), []).append(name)
             which = "; ".join(f"{kinds} in {', '.join(names)}" for kinds, names in by_kinds.items())
             lines.append(f"weights {how}: {which}")
-        return lines or ["no weights are gathered: there is one data-parallel rank"]
+        return lines
 
 
 def _parameters(unit: FSDPModule) -> list[Any]:

@@ -53,7 +53,8 @@ class Instruments:
     def before_step(self, iteration: int) -> None:
         """Start to profile if it is due."""
         log = self.log
-        if log.profile and iteration == log.profile_step_start and self.rank in log.profile_ranks:
+        due = log.profile and iteration == log.profile_step_start and self.rank in log.profile_ranks
+        if due and self._profiler is None:  # it may run still, if the guard went back within the profile's iterations
             gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
             self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
             self._profiler.start()

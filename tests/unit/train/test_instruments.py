@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 
+from megatron_snip.config import Config, LoggingConfig
 from megatron_snip.train import instruments
 from megatron_snip.train.run.metrics import progress_line
 
@@ -82,3 +83,18 @@ def test_mfu_stands_beside_tflops():
     line = progress_line(row, 2, nan_iterations=0, tokens=1, left=0, tflops=400.0, peak=800.0)
     assert "throughput per GPU (TFLOP/s/GPU): 400.0 | MFU (%): 50.0 |" in line
     assert "MFU" not in progress_line(row, 2, nan_iterations=0, tokens=1, left=0, tflops=400.0)
+
+
+def test_a_rewind_within_the_profile_goes_on_with_it(tmp_path):
+    config = Config(
+        logging=LoggingConfig(run_dir=str(tmp_path), profile=True, profile_step_start=2, profile_step_end=3)
+    )
+    tools = instruments.Instruments(config, 0, torch.device("cpu"))
+    for iteration in (2, 2, 3):  # iteration 2 again, as after the guard has gone back
+        tools.before_step(iteration)
+        torch.ones(3).sin()
+        tools.after_step(iteration)
+    tools.close(3)
+    (trace,) = (tmp_path / "profile").iterdir()
+    names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert trace.name == "rank_0000_iter_0000002_0000003.json.gz" and names.count("aten::sin") == 3
