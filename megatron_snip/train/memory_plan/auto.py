@@ -117,13 +117,11 @@ def seconds_of(runs: Runs, config: Config, dp: int, rates: Rates) -> NDArray[np.
             backward = phases.counts[block] - forward
             times = config.num_microbatches(dp) / phases.forwards
             table[row, column] = rates.block_seconds(forward, backward, exposed=block in exposed) * times
-    units, more = (
-        next(iter(runs.by_choice.values()))[stretch][1].units,
-        np.full((len(runs.gathered) + len(runs.states), len(runs.choices)), np.inf),
-    )
-    microbatches = config.num_microbatches(dp)
-    more[:, 0] = [*(units.sent[b] / rates.link * microbatches for b in runs.gathered), *(0.0 for _ in runs.states)]
-    states = [units.states[unit] for unit in runs.states]
+    units = next(iter(runs.by_choice.values()))[stretch][1].units
+    # what else may be chosen has two choices: 0 and 1
+    more = np.full((len(runs.gathered) + len(runs.states), len(runs.choices)), np.inf)
+    microbatches, states = config.num_microbatches(dp), [units.states[unit] for unit in runs.states]
+    more[:, 0] = [*(units.sent[b] / rates.link * microbatches for b in runs.gathered), *(0.0 for _ in states)]
     more[:, 1] = [*(0.0 for _ in runs.gathered), *(rates.update_seconds(one.copied, one.touched) for one in states)]
     return np.concatenate([table, more])
 
