@@ -273,11 +273,12 @@ class Proposals:
         return [int(row) for row in np.argsort(-cost, kind="stable") if cost[row] > 0]
 
     def _best(self, row: int) -> int:
-        """The allowed option with the lowest quality loss."""
+        """The allowed option with the lowest quality loss; of several, as in plans by GEMM, the one that saves most."""
         allowed = self._request.quality_loss[row].copy()
         if self._request.reserved is not None:
             allowed[self._request.reserved] = np.inf
-        return int(allowed.argmin())
+        lowest = np.flatnonzero(allowed == allowed.min())
+        return int(lowest[self._request.efficiency[row, lowest].argmax()])
 
     def _fixed(self, rows: Sequence[int]) -> Ints:
         fixed = np.full(len(self._names), -1, np.int64) if self._request.fixed is None else self._request.fixed.copy()

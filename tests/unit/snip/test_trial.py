@@ -129,6 +129,21 @@ def test_holds_add_up_below_what_else_is_best(lone_mesh):
     assert [one.name for one in tried if one.taken] == ["solver", "lowest", best.trial.name]
 
 
+def test_a_held_linear_keeps_what_costs_nothing(lone_mesh):
+    """By GEMM, it is fprop that costs: dgrad and wgrad of a held linear stay in FP4."""
+    options = [FP8, LinearPrecision.parse("fp8/fp4/fp4"), FP4]
+    quality = np.stack([np.zeros(len(NAMES)), np.zeros(len(NAMES)), np.array(COSTS)], axis=1)
+    asked = SolveRequest(quality, np.tile([0.0, 2 / 3, 1.0], (len(NAMES), 1)) / len(NAMES), 0.75)
+    solved = build_plan(asked.solve(), SHAPES, options, iteration=7, objective="snip", target=0.75)
+    made = partial(build_plan, shapes=SHAPES, options=options, iteration=7, objective="snip", target=0.75)
+    model = Model(COSTS, together=[((NAMES[4], NAMES[5]), 1.0)])
+    tried = Trials(model, model.linears, lone_mesh, torch.device("cpu")).run(
+        Proposals(lambda: [("solver", solved)], asked, SHAPES, options, made), 3
+    )
+    assert fp4_of(solved) == [4, 5] and tried[1].name == f"hold {NAMES[4]}"
+    assert tried[1].plan.linears[NAMES[4]] == options[1] and fp4_of(tried[1].plan) == [3, 5]
+
+
 def test_low_precision_everywhere_is_taken_where_it_measures_better(lone_mesh):
     """All in FP4 cost less than some: what one error does, another undoes."""
     model = Model(COSTS, together=[(NAMES, -0.5)])
