@@ -2,6 +2,7 @@
 
     minimise  sum_l Q[l, o_l] (+ churn)   subject to   sum_l e[l, o_l] >= target      (or per pipeline stage)
 
+If the options of lowest Q reach the target, the plan is one of those that save least.
 Source: SNIP, arXiv 2602.01410 (one-hot ILP); solver: HiGHS, https://highs.dev.
 Convention: numpy in, numpy out, no torch.  Q [L, O] any unit, lower is better, may be negative; e [L, O] any unit,
 higher saves more; the target is in e's unit.
@@ -88,6 +89,8 @@ def solve(terms: Terms) -> Solution:
         makespan, status = _makespan(program, rows, effort)
         rows += [time_row(program, groups, makespan) for groups in program.stages]
     found = _solved(Model(_beyond_least(program), rows), effort)
+    if found.cost == 0 and (saving_least := _saving_least(program, rows, effort)) is not None:
+        found = dataclasses.replace(found, choice=saving_least)
     choice, base = found.choice[program.group], float(_least(program).sum())
     return Solution(
         choice=choice,
@@ -239,6 +242,17 @@ def _solved(model: Model, effort: Effort) -> Answer:
             "limits, or lower the target"
         )
     return found
+
+
+def _saving_least(program: Program, rows: Sequence[Row], effort: Effort) -> Ints | None:
+    """[G]: of the plans that give every group its lowest cost, one that saves least; None if none is found.
+
+    By GEMM, dgrad and wgrad may cost nothing in FP4.  Then only the target says how many of them to put there.
+    """
+    least = program.saved.min(axis=1, where=program.allowed, initial=np.inf)
+    model = Model(np.where(_beyond_least(program) == 0, program.saved - least[:, None], np.inf), rows)
+    found = run_highs(model, effort)
+    return found.choice if found is not None and model.fits(found.choice) else None
 
 
 def _makespan(program: Program, rows: Sequence[Row], effort: Effort) -> tuple[float, str]:

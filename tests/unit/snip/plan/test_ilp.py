@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -238,6 +239,30 @@ def test_bad_input_is_named(changes, message):
     arguments = {"quality_loss": [[0, 1], [0, 1]], "efficiency": [[0, 1], [0, 1]], "target": 1.0, **changes}
     with pytest.raises(ValueError, match=message):
         solve(**arguments)
+
+
+@pytest.mark.parametrize("stages", [None, np.array([0, 0, 1, 1, 1])], ids=["whole", "each stage"])
+def test_where_savings_are_free_no_more_are_taken_than_asked_for(stages):
+    """As by GEMM: fprop costs, dgrad and wgrad do not."""
+    draw = np.random.default_rng(3)
+    for target in (0.0, 0.2, 0.35, 0.5, 0.6, 0.7):
+        size = draw.integers(1, 30, (5, 1)) / 100
+        saved, quality = size * [0.0, 1.0, 1.0, 2.0, 3.0], draw.uniform(1, 2, (5, 1)) * [0.0, 0.0, 0.0, 0.0, 1.0]
+        wanted = target if stages is not None else target * saved.max(axis=1).sum()
+        found = solve(quality, saved, wanted, stage=stages, gap=0)
+        plans = np.array(list(itertools.product(range(5), repeat=5)))
+        of_plans = saved[np.arange(5), plans]
+        groups = [np.arange(5)] if stages is None else [np.flatnonzero(stages == s) for s in (0, 1)]
+        reach = [of_plans[:, g].sum(axis=1) >= target * saved[g].max(axis=1).sum() - 1e-9 for g in groups]
+        good = np.logical_and.reduce(reach)
+        cost = quality[np.arange(5), plans].sum(axis=1)
+        assert found.objective == pytest.approx(cost[good].min(), abs=1e-12)
+        taken = saved[np.arange(5), found.choice].sum()
+        if target <= 0.6:
+            assert found.objective == found.gap == 0 and found.bound == pytest.approx(0, abs=1e-12)
+            assert taken == pytest.approx(of_plans.sum(axis=1)[good & (cost == 0)].min())
+        else:
+            assert found.objective > 0
 
 
 def test_churn_keeps_a_plan_that_is_little_worse():
