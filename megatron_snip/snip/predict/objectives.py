@@ -8,7 +8,8 @@
 Source: SNIP, arXiv 2602.01410, as worked out in docs/numerics.md; the rules are its baselines.
 Convention: Q is the difference from the base option: fp8 if it is an option, else the first.  A rule gives each linear
 a rank in (0, 1]; higher ranks keep their precision longer.  Its Q is the rank times the linear's FLOPs times the
-precision lost.  So the cost per FLOP saved depends only on the rank, and large linears are not spared.
+precision that fprop loses.  So the cost per FLOP saved depends only on the rank, and large linears are not spared.  By
+GEMM, dgrad and wgrad cost nothing, as in `snip` at c = 0; else a rule would spend its FP4 worse than any plan.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def _operand_errors(inputs: ObjectiveInputs, *, relative: bool) -> Floats:
 
 def _rule(rank: Callable[[Sequence[LinearShape], int], Floats]) -> Callable[[ObjectiveInputs], Floats]:
     def compute(inputs: ObjectiveInputs) -> Floats:
-        lost = efficiency(inputs.shapes, inputs.options, "time")  # share of all FLOPs * bits lost, 0..1 for FP4
+        in_fprop = [LinearPrecision.uniform(option.fprop) for option in inputs.options]
+        lost = efficiency(inputs.shapes, in_fprop, "time")  # share of all FLOPs * bits lost, 0..1 for FP4
         return rank(inputs.shapes, inputs.seed)[:, None] * lost
 
     return compute

@@ -51,7 +51,7 @@ def shapes() -> list[LinearShape]:
 
 
 def test_plans_and_their_table(generate, tmp_path, finished_run):
-    said = generate("--snip-target", "0.6")
+    said = generate("--snip-target", "0.8")
     plans = {name: Plan.load(tmp_path / f"plans/{name}.json") for name in NAMES}
     assert {p.name for p in (tmp_path / "plans").iterdir()} == {
         *(f"{name}.json" for name in NAMES), "pareto.json", "pareto.html",
@@ -61,7 +61,7 @@ def test_plans_and_their_table(generate, tmp_path, finished_run):
     assert [row[0] for row in rows] == NAMES and last == [f"wrote plans and pareto.html to {tmp_path}/plans"]
     predictions = Predictions.of(Statistics.load(finished_run / "stats/iter_0000003.json"))
     for (name, plan), row in zip(plans.items(), rows, strict=True):
-        assert 0.6 <= plan.fp4_share(shapes()) == plan.achieved and plan.target == 0.6 and plan.iteration == 3
+        assert 0.8 <= plan.fp4_share(shapes()) == plan.achieved and plan.target == 0.8 and plan.iteration == 3
         assert row[1] == f"{plan.achieved:.2%}" and float(row[5]) == pytest.approx(plan.solver.gap, rel=0.1, abs=1e-12)
         assert float(row[2]) == pytest.approx(predictions.total_loss_divergence(plan.linears), rel=1e-3)
         assert float(row[3]) == pytest.approx(predictions.total_weight_divergence(plan.linears), rel=1e-3)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_snip.quant import LinearPrecision, LinearShape
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.plan.cost import efficiency
+from megatron_snip.snip.plan.cost import efficiency, linear_options
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.objectives import (
     FIRST_TO_LEAVE,
@@ -182,6 +182,14 @@ def kept(objective: str, target: float, seed: int = 0) -> list[LinearShape]:
 def test_layer_id_keeps_the_first_and_last_blocks():
     assert {shape.block for shape in kept("layer_id", 0.75)} == {0, 7}
     assert {shape.block for shape in kept("layer_id", 0.875)} == {7}
+
+
+def test_by_gemm_a_rule_is_about_fprop():
+    options = linear_options(["fp8", "fp4"], "gemm")
+    quality, _ = quality_loss("layer_id", ObjectiveInputs(SHAPES, options))
+    found = [options[i] for i in SolveRequest(quality, efficiency(SHAPES, options, "fp4"), 0.75).solve().choice]
+    assert {(option.dgrad, option.wgrad) for option in found} == {("fp4", "fp4")}
+    assert {shape.block for shape, option in zip(SHAPES, found) if option.fprop == "fp4"} == {3, 4}, "a quarter of 8"
 
 
 def test_layer_type_keeps_down_proj_first():
