@@ -104,12 +104,14 @@ def _words(name: str, value: Any) -> list[str]:
 def read_schedule(path: Path) -> Schedule:
     """Read a TOML file.  Raises UserError if it is not one, for unknown and missing names, and for invalid arms.
 
-    `like` names another schedule's file in the same folder, for everything that this file does not set.
+    `like` names another schedule's file in the same folder, for everything that this file does not set.  Options and
+    arms are merged by name; an arm is replaced whole.
     """
     values = read_values(path, "schedule", "schedules/smollm2.toml")
     if (like := values.pop("like", None)) is not None:
         base = dataclasses.asdict(read_schedule(path.parent / like))
-        values = {**base, **values, "options": {**base["options"], **values.get("options", {})}}
+        merged = {name: {**base[name], **values.get(name, {})} for name in ("options", "arms")}
+        values = {**base, **values, **merged}
     check_fields(path, values, Schedule)
     schedule = Schedule(**{**values, "seeds": tuple(values.get("seeds", (1, 2)))})
     if schedule.model not in MODELS:
