@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron_snip.errors import UserError
 from tests.dist.helpers.faults import command
 from tests.dist.helpers.harness import CONTEXT
 
+read_once = functools.cache(read_schedule)
 SCHEDULES = sorted((Path(head_to_head.__file__).parent / "schedules").glob("*.toml"))
 TOY = """
 name = "toy"
@@ -126,7 +128,7 @@ def test_a_schedule_like_another(tmp_path):
 
 @pytest.mark.parametrize("path", SCHEDULES, ids=lambda path: path.stem)
 def test_a_picture_tells_arms_apart(path):
-    words = [described(options) for options in read_schedule(path).arms.values()]
+    words = [described(options) for options in read_once(path).arms.values()]
     assert len(set(words)) == len(words) and "bf16 everywhere" in words
     assert any(text.startswith("SNIP by GEMM: fp8,fp4, 75%") for text in words)
 
@@ -218,7 +220,7 @@ def test_unknown_models_arms_and_seeds_are_refused(tmp_path):
 
 @pytest.mark.parametrize("path", SCHEDULES, ids=lambda path: path.stem)
 def test_schedules_are_sound(path):
-    schedule = read_schedule(path)
+    schedule = read_once(path)
     assert schedule.prefix < schedule.options["snip-start"] <= schedule.options["train-iters"]
     assert schedule.judged * schedule.options["seq-length"] >= 16384
 
