@@ -19,14 +19,14 @@ from tests.gpu import core
 ROOT = Path(__file__).resolve().parents[1]
 
 
-STEPS = ("ceilings", "bits", "products", "resume", "casts", "linears", "training", "profile", "tilings")
+NAMES = ("ceilings", "bits", "products", "resume", "casts", "linears", "training", "profile", "tilings")
 
 
 # test_a_resume_trains_three_times has the lines of that step, which trains three times more
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("left_out", ["resume", pytest.param("", marks=pytest.mark.slow)], ids=["no resume", "all"])
 def test_every_step_runs_and_finds_nothing_wrong(left_out, tmp_path):
-    names = [name for name in STEPS if name != left_out]
+    names = [name for name in NAMES if name != left_out]
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--rehearse", "--output", str(tmp_path)]
     command += ["--steps", ",".join(names)] if left_out else []
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
