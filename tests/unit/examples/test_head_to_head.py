@@ -248,8 +248,9 @@ def test_an_unknown_arm_and_a_failed_command_are_named(tmp_path):
     (schedule := tmp_path / "toy.toml").write_text(TOY)
     with pytest.raises(UserError, match=r"has no arm fp5; it has bf16, fixed"):
         head_to_head.main([str(schedule), "--output", str(tmp_path), "--arms", "fp5"])
-    with pytest.raises(UserError, match=r"megatron-snip show ended with status 2: .*no.json.*log.txt has all of it"):
-        head_to_head.run(["show", str(tmp_path / "no.json")], tmp_path / "log.txt")
+    words = ["tokenizer", "--input", str(tmp_path / "no.json"), "--output-prefix", str(tmp_path / "made")]  # no torch
+    with pytest.raises(UserError, match=r"snip tokenizer ended with status 2: .*no.json.*log.txt has all of it"):
+        head_to_head.run(words, tmp_path / "log.txt")
 
 
 def test_two_commands_never_work_at_one_arm(tmp_path):
