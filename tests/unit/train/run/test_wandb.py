@@ -28,7 +28,8 @@ pytest.importorskip("wandb")
 __all__ = ["make"]  # a fixture
 WORDS = """--num-layers 1 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 128
 --vocab-size 128 --global-batch-size 1 --train-iters 5 --mock-data --precision snip --snip-start 1
---snip-interval 10 --snip-target 0.5 --snip-weight 1 --snip-bf16-eval-interval 1 --eval-interval 1 --eval-iters 1
+--snip-interval 10 --snip-target 0.5 --snip-weight 1 --snip-bf16-eval-interval 1
+--snip-probe-tokens 256 --snip-trial-tokens 256 --eval-interval 1 --eval-iters 1
 --log-throughput --log-memory --wandb-project demo --wandb-exp-name first --run-dir run"""
 
 
