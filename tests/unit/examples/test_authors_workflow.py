@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from examples.authors_workflow import compare
-from tests.test_examples import environment
+from megatron_snip.cli import collect_stats
+from megatron_snip.errors import UserError
+from tests.test_examples import environment, program
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
@@ -72,8 +74,11 @@ def test_statistics_newer_than_the_checkpoint_are_not_collected_again(tmp_path: 
     done = run(tmp_path, tmp_path, "collect")
     assert done.returncode == 0 and (tmp_path / "w/stats.json").read_text() == "3\n"
     os.utime(tracker, (3000, 3000))
-    done = run(tmp_path, tmp_path, "collect")
-    assert done.returncode != 0 and "iter_0000003" in done.stdout + done.stderr, "there is no such checkpoint"
+    program(tmp_path, "torchrun", "printf '%s\\n' \"$@\"\n")  # which prints its words
+    words = run(tmp_path, tmp_path, "collect").stdout.splitlines()
+    assert words[words.index("-m") : words.index("probe") + 1] == ["-m", "megatron_snip.cli", "probe"]
+    with pytest.raises(UserError, match="iter_0000003"):  # there is no such checkpoint
+        collect_stats.main(words[words.index("probe") + 1 :])
 
 
 def test_a_step_that_is_not_there_is_told(tmp_path: Path) -> None:
