@@ -18,7 +18,7 @@ MODEL = ROOT / "examples/llama_1b/llama_1b.toml"
 SMALL = [
     *("--num-layers", "2", "--hidden-size", "128", "--ffn-hidden-size", "256", "--num-attention-heads", "2"),
     *("--num-query-groups", "2", "--kv-channels", "64", "--seq-length", "128", "--max-position-embeddings", "128"),
-    *("--vocab-size", "512", "--global-batch-size", "2"),
+    *("--vocab-size", "512", "--global-batch-size", "2", "--snip-probe-tokens", "512", "--snip-trial-tokens", "512"),
 ]
 #: name, options; a plan comes from SNIP's own probe at the third iteration.
 RUNS = {
@@ -160,7 +160,7 @@ def by_kind(events: list[dict[str, Any]], category: str) -> dict[str, float]:
 def resume(contact: Contact) -> Table:
     """Six iterations, and three with a save and three more: equal metrics, bit for bit."""
     table = Table("Resume", ("metrics that differ",))
-    options = [*SMALL, "--train-iters", "6", *RUNS["75% plan"], "--snip-trial-tokens", "512", "--deterministic-mode"]
+    options = [*SMALL, "--train-iters", "6", *RUNS["75% plan"], "--deterministic-mode"]
     for name in ("whole", "cut"):
         shutil.rmtree(run_folder(contact, name), ignore_errors=True)
     whole = train(contact, "whole", options)

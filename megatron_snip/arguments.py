@@ -12,6 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def parse(argv: Sequence[str], defaults: dict[str, Any] | None = None) -> Config
     names = [name[3:] if name.startswith("no_") and name not in option_groups() else name for name in given]
     check_names([n for n in names if n != "help"], "")
     file_options = _under_alternatives(names, of_file, str(path), defaults or {})
-    config = _read_words(words + _as_arguments({k: v for k, v in file_options.items() if k not in names}))
+    config = _read_words((*words, *_as_arguments({k: v for k, v in file_options.items() if k not in names})))
     _check_texts(config)
     if "--group-query-attention" in argv and config.model.num_query_groups is None:
         raise UserError(
@@ -196,7 +197,8 @@ def first_options() -> str:
     return "\n".join(["The most important options, with defaults. All options follow below, in groups.", *lines, ""])
 
 
-def _read_words(words: list[str]) -> Config:
+@lru_cache(maxsize=64)  # commands read the same words again with the options of a checkpoint, a tenth of a second each
+def _read_words(words: tuple[str, ...]) -> Config:
     """Read the words with tyro, and turn its framed error message into one line."""
     import tyro
 

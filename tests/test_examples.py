@@ -235,6 +235,7 @@ def sbatch(
         f'printf "   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime={preempted}\\n" ;;\n'
         '*) echo "scontrol $*" ;; esac\n',
     )
+    program(stubs, "sleep", f'[ "$1" != 1 ] || set 0.1; exec {shutil.which("sleep")} "$1"\n')  # between its questions
     program(stubs, "scancel", f'echo "scancel $*"; kill -TERM $(cat "{folder}"/pid.*)\n')
     program(
         stubs,

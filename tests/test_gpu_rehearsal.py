@@ -13,21 +13,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_snip.arguments import parse
 from tests.gpu import core
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+NAMES = ("ceilings", "bits", "products", "resume", "casts", "linears", "training", "profile", "tilings")
+
+
+# test_a_resume_trains_three_times has the lines of that step, which trains three times more
 @pytest.mark.timeout(600)
-def test_every_step_runs_and_finds_nothing_wrong(tmp_path):
+@pytest.mark.parametrize("left_out", ["resume", pytest.param("", marks=pytest.mark.slow)], ids=["no resume", "all"])
+def test_every_step_runs_and_finds_nothing_wrong(left_out, tmp_path):
+    names = [name for name in NAMES if name != left_out]
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--rehearse", "--output", str(tmp_path)]
+    command += ["--steps", ",".join(names)] if left_out else []
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=580)
     steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
     assert {name: step["bad"] for name, step in steps.items()} == {name: [] for name in steps}, done.stderr[-2000:]
-    assert done.returncode == 0 and len(steps) == 9
+    assert done.returncode == 0 and list(steps) == names
     assert all(step["rows"] for step in steps.values())
-    assert (tmp_path / "gpu.md").read_text().count("\n## ") == 9
+    assert (tmp_path / "gpu.md").read_text().count("\n## ") == len(names)
 
 
 @pytest.mark.slow
@@ -198,6 +206,23 @@ def test_a_training_ends_before_its_checkpoint(training, tmp_path):
     training.programs.append("print('error: no luck'); raise SystemExit(2)")
     with pytest.raises(RuntimeError, match="bf16 ended with 2: error: no luck"):
         training.module.train(training.contact, "bf16", [])
+
+
+def test_a_resume_trains_three_times(training, tmp_path):
+    """The program knows all options; what differs after the resume is told."""
+
+    def rows(folder: str, first: int, last: int, loss: float) -> str:
+        written = "".join(json.dumps({"iteration": n, "lm loss": loss}) + "\n" for n in range(first, last + 1))
+        return f"open({str(tmp_path / 'runs' / folder / 'metrics.jsonl')!r}, 'a').write({written!r})"
+
+    training.programs += [rows("whole", 1, 6, 5.0), rows("cut", 1, 3, 5.0), rows("cut", 4, 6, 5.5)]
+    table = training.module.resume(training.contact)
+    assert table.rows == [("3",)] and table.bad[0] == "iteration 4: lm loss is 5.0 and 5.5"
+    for words, iterations in zip(training.commands, (None, 3, None), strict=True):
+        config = parse(words[words.index("pretrain_llama.py") + 1 :])
+        assert config.training.exit_interval == iterations and config.training.train_iters == 6
+        assert Path(config.logging.run_dir).name == ("cut" if words is not training.commands[0] else "whole")
+    assert config.checkpoint.load == str(tmp_path / "runs/cut/checkpoints")
 
 
 def test_one_process_trains_over_gloo_where_nccl_does_not_start(training, tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
+import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_snip import megatron_options
-from megatron_snip.cli.__main__ import COMMANDS
+from megatron_snip.cli.__main__ import COMMANDS, main
 from megatron_snip.config import option_groups
 from megatron_snip.train.run.metrics import metrics_file, read_metrics
 from tests.test_examples import WORLD_SIZES, check_command_line, environment, stubs
@@ -42,35 +44,19 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 README = [*dict.fromkeys(command for page in PAGES for command in commands(page.read_text()))]
 
 
-#: Runs each script or command as it would run with --help, in one process, since each imports torch.
-HELPS = """
-import contextlib, io, json, os, runpy, sys
-from megatron_snip.cli.__main__ import main
-found, path = {}, list(sys.path)
-for script in sys.argv[1:]:
-    said, sys.argv, sys.path[:] = io.StringIO(), [script, "--help"], [os.path.dirname(script), *path[1:]]
-    with contextlib.redirect_stdout(said):
-        try:
-            if script.endswith(".py"):
-                runpy.run_path(script, run_name="__main__")
-            else:
-                main([script, "--help"])
-        except SystemExit as end:
-            assert not end.code, (script, end.code)
-    found[script] = said.getvalue()
-print(json.dumps(found))
-"""
-
-
 @functools.cache
-def helps() -> dict[str, str]:
-    """What the README's Python scripts, and all commands of megatron-snip, say to --help."""
-    words_of = [split_environment(command)[1] for command in README]
-    scripts = {words[1] for words in words_of if words[0] == "python" and words[1] != "-m"}
-    command = [sys.executable, "-c", HELPS, *sorted(scripts), *COMMANDS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def help_of(name: str) -> str:
+    """What a Python script or a command of megatron-snip says to --help; in this process, since each imports torch."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), pytest.raises(SystemExit) as end:
+        patch.setattr(sys, "argv", [name, "--help"])
+        if name.endswith(".py"):
+            patch.setattr(sys, "path", [str((ROOT / name).parent), *sys.path])
+            runpy.run_path(str(ROOT / name), run_name="__main__")
+        else:
+            sys.exit(main([name, "--help"]))
+    assert not end.value.code, (name, end.value.code)
+    return said.getvalue()
 
 
 def split_environment(command: str) -> tuple[dict[str, str], list[str]]:
@@ -100,7 +86,7 @@ def launched(command: str, stubs: Path, folder: Path) -> tuple[str, int]:
 
 def check_options(words: list[str]) -> None:
     """The help of a script or command has all its options here; the trainer's own may follow a command's."""
-    text, options = helps()[words[0]], {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
+    text, options = help_of(words[0]), {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
     taken = options - {f"--{name.replace('_', '-')}" for name in option_groups()} if words[0] in COMMANDS else options
     missing = [option for option in sorted(taken) if option not in text]
     assert not missing, f"{words[0]} --help does not tell {missing}"
@@ -201,11 +187,15 @@ def test_options_named_in_prose_exist(path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
 def test_quickstart_runs_and_goes_on(twice: bool, tmp_path: Path) -> None:
-    """The real quickstart, all steps and four processes, cut short; or in two starts, of which the second goes on."""
+    """The real quickstart, all steps and four processes, cut short; or in two starts, of which the second goes on.
+
+    Iterations, probes and trials have a quarter of the tokens; the model is the quickstart's.
+    """
     data, run = tmp_path / "data", tmp_path / "run"
     env = environment(tmp_path, QUICKSTART_DATA=str(data), QUICKSTART_RUN=str(run), QUICKSTART_BYTES="1500000")
     options = "--train-iters 3 --snip-start 2 --snip-interval 2 --snip-apply-lag 1 --eval-interval 3 --eval-iters 1"
-    options += " --snip-trials 2 --snip-trial-tokens 1024"
+    options += " --seq-length 128 --global-batch-size 4 --snip-probe-tokens 512"
+    options += " --snip-trials 2 --snip-trial-tokens 512"
 
     def quickstart(*more: str) -> str:
         words = ["bash", str(ROOT / "examples/quickstart.sh"), *options.split(), *more]

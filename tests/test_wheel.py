@@ -171,7 +171,7 @@ def test_the_wheel_alone_runs_the_quickstarts_job(released, tmp_path):
     data = ["--train-data-path", "data_text_document", "--valid-data-path", "data_text_document", *tokenizer]
     few = "--train-iters 3 --snip-start 2 --snip-interval 9 --snip-apply-lag 1 --eval-interval 3 --eval-iters 1"
     few += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --no-sequence-parallel --num-layers 2"
-    few += " --snip-trials 2 --snip-trial-tokens 1024"
+    few += " --global-batch-size 2 --snip-probe-tokens 512 --snip-trials 2 --snip-trial-tokens 512"
     job = ["-m", "megatron_snip.cli", "train", "--config", "quickstart.toml", *data, "--run-dir", "run", *few.split()]
     told = command(*python, "--nproc_per_node", "1", *job)
     assert (tmp_path / "run/report.html").is_file() and list((tmp_path / "run/plans").glob("iter_*.json")), told

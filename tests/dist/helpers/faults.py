@@ -6,6 +6,7 @@ import dataclasses
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,13 @@ def differing_plans(options: dict[str, Any]) -> list[dict[str, Any]]:
     parts.train_loader.close()
     parts.coordinator.close()
     return out
+
+
+def store_host(port: int, pipe: Any) -> None:
+    """Hold a store at a port, which the pipe tells, until the process is killed."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(600)
 
 
 def train(words: list[str]) -> None:

@@ -28,6 +28,13 @@ time.sleep(60)
 
 
 @pytest.fixture
+def hasty(monkeypatch):
+    """A lock is stale after a tenth of a second, and is looked at twice in it."""
+    monkeypatch.setattr(lock_module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock_module, "STALE_SECONDS", 0.1)
+
+
+@pytest.fixture
 def holder(tmp_path):
     """Another process that holds the folder."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -52,9 +59,8 @@ def test_a_second_run_is_refused_until_the_first_is_gone(holder, tmp_path):
     assert not (tmp_path / LOCK).exists()
 
 
-def test_a_copy_of_the_folder_of_a_live_run_is_nobodys(holder, tmp_path, monkeypatch):
+def test_a_copy_of_the_folder_of_a_live_run_is_nobodys(holder, hasty, tmp_path):
     """`cp -r` takes the lock along; its holder lives and touches the original alone."""
-    monkeypatch.setattr(lock_module, "STALE_SECONDS", 0.3)
     shutil.copytree(tmp_path, tmp_path / "copy")
     mine = FolderLock(tmp_path / "copy", "mine")
     assert mine.held()
@@ -111,8 +117,7 @@ NO_LOCKS = {
 
 
 @pytest.mark.parametrize("what", NO_LOCKS)
-def test_a_lock_that_cannot_be_read_is_stale(what, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock_module, "STALE_SECONDS", 0.3)
+def test_a_lock_that_cannot_be_read_is_stale(what, hasty, tmp_path):
     NO_LOCKS[what](tmp_path / LOCK)
     assert lock_module.living_holder(tmp_path) == ""
     mine = FolderLock(tmp_path, "mine")

@@ -21,7 +21,8 @@ def finished_run(lone_mesh, tmp_path_factory) -> Path:
     from megatron_snip.train import loop
 
     folder = tmp_path_factory.mktemp("finished") / "run"
-    snip = {"precision": "snip", "snip_start": 3, "snip_interval": 9, "snip_probe_tokens": 256, "snip_weight": 1.0}
+    snip = {"precision": "snip", "snip_start": 3, "snip_interval": 9, "snip_probe_tokens": 256, "snip_weight": 1.0,
+            "snip_trial_tokens": 256}  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "stop", lambda: None)
         patch.setattr(loop, "write_report", lambda run_dir: run_dir)

@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.test_examples import environment
+from examples.authors_workflow import compare
+from megatron_snip.cli import collect_stats
+from megatron_snip.errors import UserError
+from tests.test_examples import environment, program
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
@@ -70,8 +74,11 @@ def test_statistics_newer_than_the_checkpoint_are_not_collected_again(tmp_path: 
     done = run(tmp_path, tmp_path, "collect")
     assert done.returncode == 0 and (tmp_path / "w/stats.json").read_text() == "3\n"
     os.utime(tracker, (3000, 3000))
-    done = run(tmp_path, tmp_path, "collect")
-    assert done.returncode != 0 and "iter_0000003" in done.stdout + done.stderr, "there is no such checkpoint"
+    program(tmp_path, "torchrun", "printf '%s\\n' \"$@\"\n")  # which prints its words
+    words = run(tmp_path, tmp_path, "collect").stdout.splitlines()
+    assert words[words.index("-m") : words.index("probe") + 1] == ["-m", "megatron_snip.cli", "probe"]
+    with pytest.raises(UserError, match="iter_0000003"):  # there is no such checkpoint
+        collect_stats.main(words[words.index("probe") + 1 :])
 
 
 def test_a_step_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -79,20 +86,28 @@ def test_a_step_that_is_not_there_is_told(tmp_path: Path) -> None:
     assert done.returncode == 1 and "no such step: eval; give prepare, train" in done.stderr
 
 
-def compare(folder: Path) -> subprocess.CompletedProcess[str]:
-    script = [sys.executable, str(ROOT / "examples/authors_workflow/compare.py"), str(folder)]
-    return subprocess.run(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Path], str]:
+    """Call it with a folder that has no table; returns the one line that says so."""
+
+    def refused(folder: Path) -> str:
+        monkeypatch.setattr(sys, "argv", ["compare.py", str(folder)])
+        assert compare.main() == 1
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1
+        return said.err
+
+    return refused
 
 
 @pytest.mark.parametrize("content", ["{}", '{"plans": []}', '{"plans": {"best": 1}}', "{"])
-def test_a_table_of_plans_that_is_none(content: str, tmp_path: Path) -> None:
+def test_a_table_of_plans_that_is_none(content: str, tmp_path: Path, refused: Callable[[Path], str]) -> None:
     (tmp_path / "schemes/bf16").mkdir(parents=True)
     (tmp_path / "schemes/bf16/metrics.jsonl").write_text("")
     (tmp_path / "plans").mkdir()
     (tmp_path / "plans/pareto.json").write_text(content)
-    done = compare(tmp_path)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert "plans/pareto.json: " in done.stderr and "run the step plans" in done.stderr
+    said = refused(tmp_path)
+    assert "plans/pareto.json: " in said and "run the step plans" in said
 
 
 @pytest.mark.parametrize(
@@ -105,7 +120,9 @@ def test_a_table_of_plans_that_is_none(content: str, tmp_path: Path) -> None:
         ({"bf16": None}, "bf16 has no validation loss"),
     ],
 )
-def test_the_table_is_made_of_runs_that_ended_alike(tmp_path: Path, ends: dict[str, int], said: str) -> None:
+def test_the_table_is_made_of_runs_that_ended_alike(
+    tmp_path: Path, ends: dict[str, int], said: str, refused: Callable[[Path], str]
+) -> None:
     for name, end in ends.items():
         (tmp_path / "schemes" / name).mkdir(parents=True)
         rows = [{"iteration": 0, "lm loss": 5.0}]
@@ -119,10 +136,12 @@ def test_the_table_is_made_of_runs_that_ended_alike(tmp_path: Path, ends: dict[s
     (tmp_path / "plans").mkdir()
     plans = {"best": {"fp4_share": 0.751, "loss_divergence": 2e-3, "hash": "old"}, "random_0": {"hash": "new"}}
     (tmp_path / "plans/pareto.json").write_text(json.dumps({"plans": plans}))
-    done = compare(tmp_path)
     if said:
-        assert done.returncode == 1 and said in done.stderr and done.stderr.count("\n") == 1
+        assert said in refused(tmp_path)
     else:
+        script = [sys.executable, str(ROOT / "examples/authors_workflow/compare.py"), str(tmp_path)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(script, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[2:] == [
             "| bf16 | 0.0% | - | 3.2500 | +0.0000 |",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -18,8 +19,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from megatron_snip.faults import heartbeat
 from megatron_snip.faults.heartbeat import Folder, Watch, process_state, where
+from tests.dist.helpers.faults import store_host
+from tests.dist.helpers.harness import CONTEXT
 
 SECONDS = 3.0  # the time-out; a period is a thirtieth
+SOON = 2.0  # where no test waits two periods and a half for another thread's heartbeat
 
 
 def client_of(port: int) -> TCPStore:
@@ -141,13 +145,13 @@ def test_a_silent_rank_is_noticed_by_the_one_before_it(make):
         said.append(line)
         came.set()
 
-    make(0, 2, leave)
+    make(0, 2, leave, SOON)
     silent = make(1, 2, seconds=60.0)
     freeze(silent)
     begin = time.monotonic()
-    assert came.wait(4 * SECONDS)
+    assert came.wait(4 * SOON)
     assert "rank 1 (process " in str(said[0]) and "has sent no heartbeat for" in str(said[0])
-    assert 0.8 * SECONDS < time.monotonic() - begin < 2.0 * SECONDS
+    assert 0.8 * SOON < time.monotonic() - begin < 2.0 * SOON
 
 
 def test_all_leave_once_one_has_told(make):
@@ -183,14 +187,14 @@ def test_failed_calls_of_the_store_end_no_heartbeat_and_no_run(make, tmp_path, c
     """A store away for longer than the time-out: nobody is to blame, one line says so, and all goes on."""
     stores, said = [Flaky(tmp_path), Flaky(tmp_path)], []
     for rank, store in enumerate(stores):
-        make(rank, 2, said.append, connect=store.connect)
+        make(rank, 2, said.append, SOON, store.connect)
     before = [count_of(stores[0], rank) for rank in (0, 1)]
     for store in stores:
         store.fails = True
-    time.sleep(1.5 * SECONDS)
+    time.sleep(1.5 * SOON)
     for store in stores:
         store.fails = False
-    time.sleep(0.5 * SECONDS)
+    time.sleep(0.5 * SOON)
     assert said == []
     assert all(count_of(stores[0], rank) >= before[rank] + 5 for rank in (0, 1)), "heartbeats come again"
     assert all(1 < store.connections <= 50 for store in stores), "a try each period, none beside"
@@ -200,12 +204,11 @@ def test_failed_calls_of_the_store_end_no_heartbeat_and_no_run(make, tmp_path, c
 
 
 def test_a_process_that_stays_out_of_reach_is_missed(make, tmp_path):
-    stores, said = [Flaky(tmp_path), Flaky(tmp_path)], []
+    stores, said = [Flaky(tmp_path), Flaky(tmp_path)], queue.Queue()
     for rank, store in enumerate(stores):
-        make(rank, 2, said.append, connect=store.connect)
+        make(rank, 2, said.put, SOON, store.connect)
     stores[1].fails = True
-    time.sleep(1.5 * SECONDS)
-    assert said and "has sent no heartbeat" in said[0]
+    assert "has sent no heartbeat" in said.get(timeout=4 * SOON)
 
 
 def test_a_store_that_has_gone_ends_nothing_by_itself_and_close_joins(make, tmp_path):
@@ -219,25 +222,17 @@ def test_a_store_that_has_gone_ends_nothing_by_itself_and_close_joins(make, tmp_
     assert not one._thread.is_alive() and time.monotonic() - begin < 1.0 and said == []
 
 
-HOST = """
-import sys, time
-from torch._C._distributed_c10d import TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(600)
-"""
-
-
 @contextlib.contextmanager
 def host(port: int):
     """A process with a store, and the store's port."""
-    process = subprocess.Popen([sys.executable, "-c", HOST, str(port)], stdout=subprocess.PIPE, text=True)
+    ours, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=store_host, args=(port, theirs), daemon=True)
+    process.start()
     try:
-        yield process, int(process.stdout.readline())
+        yield process, ours.recv()
     finally:
         process.kill()
-        process.wait()
-        process.stdout.close()
+        process.join()
 
 
 def heartbeats_come(port: int, ranks: list[int], seconds: float = 20.0) -> bool:
@@ -254,12 +249,12 @@ def heartbeats_come(port: int, ranks: list[int], seconds: float = 20.0) -> bool:
 def test_a_store_that_is_stopped_or_away_for_a_while_breaks_nothing(make):
     said: list[str | None] = []
     with host(0) as (process, port):
-        watches = [make(rank, 2, said.append, 30.0, lambda: client_of(port)) for rank in (0, 1)]
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(5.0)  # the clients' own limit is a second
-        process.send_signal(signal.SIGCONT)
+        watches = [make(rank, 2, said.append, 10.0, lambda: client_of(port)) for rank in (0, 1)]
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(3.0)  # the clients' own limit is a second
+        os.kill(process.pid, signal.SIGCONT)
         assert heartbeats_come(port, [0, 1])
-    time.sleep(3.0)
+    time.sleep(1.5)
     with host(port):
         assert heartbeats_come(port, [0, 1]), "over new connections"
         assert said == []

@@ -48,6 +48,7 @@ SEED = "33"
 SNIP = {
     "precision": "snip", "snip_start": 1, "snip_interval": 3, "snip_apply_lag": 2, "snip_options": "fp8,fp4",
     "snip_guard": True, "save_interval": 2, "spike_window": 4, "snip_guard_patience": 1, "snip_bf16_eval_interval": 2,
+    "snip_probe_tokens": 512, "snip_trial_tokens": 256,
 }  # fmt: skip
 CHECKPOINT = "run/checkpoints/iter_0000004"
 STATE, MANIFEST = f"{CHECKPOINT}/state.json", f"{CHECKPOINT}/manifest.json"

@@ -21,7 +21,7 @@ from tests.unit.train.health import watched as watched_module
 from tests.unit.train.health.watched import Outside, watched
 
 #: Those that run with all other tests, and all.
-FEW, ALL, AT_ONCE = 20, 2000, 198
+FEW, ALL, AT_ONCE = 12, 2000, 142
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ READERS = {
 @pytest.mark.parametrize("outcome", READERS)
 def test_whoever_reads_badly_is_found(outcome, base, tmp_path, monkeypatch):
     if outcome == "late":
-        monkeypatch.setattr(watched_module, "MOST_SECONDS", 2.0)
+        monkeypatch.setattr(watched_module, "MOST_SECONDS", 1.0)
     if outcome == "memory":
         monkeypatch.setattr(fuzzing, "MOST_MEMORY", 50 << 20)
     case, outside = new_case(base, tmp_path)

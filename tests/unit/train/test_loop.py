@@ -34,6 +34,8 @@ SNIP = {
     "snip_target": 0.0,
     "train_iters": 6,
 }
+#: What else may notice a pass beside training: the compute dtype, and what a forward of its own recomputes.
+HOW = pytest.mark.parametrize("how", [{}, {"bf16": True, "recompute_granularity": "full"}], ids=["", "bf16 recompute"])
 
 
 def curve(rows: list[dict]) -> list[tuple]:
@@ -41,7 +43,7 @@ def curve(rows: list[dict]) -> list[tuple]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp4"])
-@pytest.mark.parametrize("how", [{}, {"bf16": True}, {"recompute_granularity": "full"}], ids=["", "bf16", "recompute"])
+@HOW
 def test_probes_whose_plan_never_changes_anything_are_not_seen(precision, how, train_here, tmp_path):
     """FP8 is probed beside FP4, but a target of 1 leaves every linear in FP4."""
     if precision == "bf16":
@@ -55,7 +57,7 @@ def test_probes_whose_plan_never_changes_anything_are_not_seen(precision, how, t
     assert curve(rows) == curve(without)
 
 
-@pytest.mark.parametrize("how", [{}, {"bf16": True}, {"recompute_granularity": "full"}], ids=["", "bf16", "recompute"])
+@HOW
 def test_a_forward_in_bf16_is_not_seen(how, train_here, tmp_path):
     """Through a probe, a solve in flight and a swap from BF16 to FP8 and FP4 side by side."""
     options = {**SNIP, "snip_target": 0.5, "snip_apply_lag": 1, "eval_interval": 3, "eval_iters": 1, **how}
@@ -92,7 +94,7 @@ def test_a_plan_that_changes_precision_is_seen(train_here, tmp_path):
     assert curve(rows)[:2] == curve(without)[:2] and curve(rows)[2] != curve(without)[2]
 
 
-@pytest.mark.parametrize("how", [{}, {"bf16": True, "recompute_granularity": "full"}], ids=["", "bf16 recompute"])
+@HOW
 def test_a_preflight_is_not_seen(how, train_here, tmp_path):
     options = {**SNIP, "snip_target": 0.5, "snip_weight": 1.0, **how}
     without = train_here(**options, preflight=False, run_dir=str(tmp_path / "without"))

@@ -42,8 +42,22 @@ def tensors_of(saves: Path, iteration: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("saving", [{}, {"async_save": True}], ids=["", "async"])
-@pytest.mark.parametrize("precision", LOW_PARTS)
+# in the background a save takes the same tensors, of which collage-plus has most
+@pytest.mark.parametrize(
+    ("precision", "saving"),
+    [
+        *(pytest.param(precision, {}, id=precision) for precision in LOW_PARTS),
+        *(
+            pytest.param(
+                precision,
+                {"async_save": True},
+                id=f"{precision}-async",
+                marks=[] if precision == "collage-plus" else [pytest.mark.slow],
+            )
+            for precision in LOW_PARTS
+        ),
+    ],
+)
 def test_a_resume_is_bit_for_bit(precision, saving, train, tmp_path):
     whole = train(precision, train_iters=5, run_dir=str(tmp_path / "whole"), **saving)
     train(precision, train_iters=3, **saving)
@@ -57,16 +71,20 @@ def test_a_resume_is_bit_for_bit(precision, saving, train, tmp_path):
     assert all(one[name].any() for name in low if name in one)
 
 
-@pytest.mark.parametrize("after", ["fp32", "collage-light", "collage-plus", "bf16"])
 @pytest.mark.parametrize("before", ["fp32", "collage-light", "collage-plus", "bf16-stochastic"])
-def test_the_precision_may_change_on_resume(before, after, train, tmp_path, caplog):
+def test_the_precision_may_change_on_resume(before, train, tmp_path, caplog):
     first = tmp_path / "first/checkpoints"
     same = train(before, train_iters=3, save_interval=2, run_dir=str(tmp_path / "first"))
     shutil.rmtree(first / "iter_0000003")
-    rows = train(after, train_iters=3, load=str(first), ckpt_step=2, save=str(tmp_path / "run/checkpoints"))
-    assert losses(rows)[-1] == losses(same)[-1], "forward multiplies by the same BF16 numbers"
-    said = [r.getMessage() for r in caplog.records if "optimizer_precision" in r.getMessage()]
-    assert len(said) == (before != after) and (not said or f"optimizer_precision: {before} -> {after}" in said[0])
+    for after in ("fp32", "collage-light", "collage-plus", "bf16"):
+        caplog.clear()
+        run = tmp_path / after
+        rows = train(
+            after, train_iters=3, load=str(first), ckpt_step=2, run_dir=str(run), save=str(run / "checkpoints")
+        )
+        assert losses(rows)[-1] == losses(same)[-1], f"{after}: forward multiplies by the same BF16 numbers"
+        said = [r.getMessage() for r in caplog.records if "optimizer_precision" in r.getMessage()]
+        assert len(said) == (before != after) and (not said or f"optimizer_precision: {before} -> {after}" in said[0])
 
 
 def test_there_and_back_loses_what_16_bits_cannot_hold(train, tmp_path):

@@ -13,10 +13,10 @@ from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.train.report.sections import write_report
 from megatron_snip.train.step import Stepper
 from tests.unit.train.recorded import named, run_of_everything, shown
-from tests.unit.train.test_loop import SNIP, curve
+from tests.unit.train.test_loop import HOW, SNIP, curve
 
 
-@pytest.mark.parametrize("how", [{}, {"bf16": True}, {"recompute_granularity": "full"}], ids=["", "bf16", "recompute"])
+@HOW
 def test_trials_that_keep_the_plan_are_not_seen(how, train_here, tmp_path):
     """With or without them every linear is in FP4, which is all that the target allows."""
     snip = {"snip_options": "fp8,fp4", "snip_warmup_precision": "fp4", "snip_target": 1.0, **how}

@@ -148,7 +148,7 @@ def of_two_pieces() -> Iterator[Case]:
 
 
 def of_rows() -> Iterator[Case]:
-    """Scales of whole rows: both dims at once, special values, products, ragged tiles, a million numbers."""
+    """Scales of whole rows: both dims at once, special values, products, ragged tiles, every bf16 pattern."""
     key = RoundingKey(7, 3, 9, 5, 3)
     for number, (shape, dtype, keys) in enumerate(
         [
@@ -166,7 +166,7 @@ def of_rows() -> Iterator[Case]:
     wide = Format("rows", get_format("fp4").element, tile=ROW, weight_block=None)
     mixed = [Form(wide, "weight", 0), plain("fp8", "weight", 1), Form(wide, "weight", 1), plain("mxfp8", "weight", 0)]
     yield Case(operands((130, 140), torch.bfloat16)[4], mixed, ["codes"] * 4, True)
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).repeat(16).view(1024, 1024)
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     yield Case(every, [plain("fp8_rowwise", "input", dim) for dim in (1, 0)], ["codes", "operand"], True)
 
 
@@ -312,20 +312,19 @@ def rotated() -> Iterator[str]:
 def transformed() -> Iterator[str]:
     """Where the Hadamard transform differs, or its largest magnitude: whole and ragged tiles, rows that stand apart.
 
-    Every length and dim; the shortest has a million elements, and one every bf16 pattern.
+    Every length and dim; one operand has every bf16 pattern.
     """
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     for length, dim, dtype in itertools.product((16, 32, 128), (0, 1), (torch.bfloat16, torch.float32)):
         transform = Hadamard(("+-" * 7 + "--") * (length // 16))
-        million = length == 16 and dtype == torch.bfloat16
-        sizes = [(4 * length, 128), (3 * length, 133), (1024, 1024) if million else (length, 8)]
+        sizes = [(4 * length, 128), (3 * length, 133), (length, 8)]
         xs = [operands(shape if dim == 0 else shape[::-1], dtype)[n] for n, shape in enumerate(sizes)]
         apart = (
             operands((2 * length, 2 * length), dtype)[0][length:]
             if dim
             else operands((length, 160), dtype)[0][:, 7:140]
         )
-        for x in (*xs, apart, every.to(dtype)):
+        for x in (*xs, apart, *([every] if dtype == torch.bfloat16 else [])):
             made, expected = triton_cast.hadamard(x, transform, dim), hadamard(x, transform, dim)
             broken = expected.isnan()
             same = torch.equal(bits(made[0])[~broken], bits(expected)[~broken]) and torch.equal(made[0].isnan(), broken)

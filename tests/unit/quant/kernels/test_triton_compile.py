@@ -4,7 +4,8 @@ Each kernel goes through triton's own launch, up to the compiled code, with the 
 have.  Covered on sm_90a: the training formats fp8, fp8_e5m2, fp4, mxfp8, mxfp4, nvfp4_plain and nvfp4_4over6, all
 scale rules and fp32_pow2 besides; 1xB, Bx1 and square blocks; values, codes and operands; both roundings; one form and
 two; bf16 and float32; whole and ragged tiles; dequantisation, the largest magnitude, the Hadamard transform.  On
-sm_100a: the pairs alone, swizzled where Blackwell reads them.  On sm_120a: those of mxfp8 and nvfp4_plain.
+sm_100a: pairs, swizzled where Blackwell reads them.  On sm_120a: those of mxfp8 and nvfp4_plain.  A kernel takes one to
+four seconds; those marked slow differ from others here in one thing that a third one has.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ KEY = RoundingKey(1, 2, 3)
 SHIFTED = RoundingKey(1, 2, 3, col0=2)
 #: Where no instruction is Blackwell's own, its kernels are Hopper's but for ptxas's registers.
 BOTH = pytest.mark.parametrize("capability", [HOPPER, pytest.param(BLACKWELL, marks=pytest.mark.slow)])
+slow = partial(pytest.param, marks=pytest.mark.slow)
 # Products and sums without .rn are free to be fused later; approximate division; subnormal numbers flushed to 0.
 # The compiler multiplies and adds bfloat16 numbers that are rounded at once in bfloat16, which gives the same bits.
 FORBIDDEN = re.compile(r"\bfma\.rn\.\w+|\b(?:mul|add|sub)\.\w*(?:f32|bf16)\w*|div\.full|div\.approx|rcp\.approx|\.ftz")
@@ -107,8 +109,21 @@ def test_one_form(compiled, case):
     assert bool(re.search(r"ld\.global\.v4\.b32", text)), "x is read by 16 bytes"
 
 
-@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
-@pytest.mark.parametrize("fmt", ["fp8", "fp4", "mxfp8", "nvfp4_plain", "nvfp4_4over6"])
+@pytest.mark.parametrize(
+    ("fmt", "capability"),
+    [
+        ("fp8", HOPPER),
+        ("fp4", HOPPER),
+        ("mxfp8", BLACKWELL),
+        ("nvfp4_plain", BLACKWELL),
+        ("nvfp4_4over6", BLACKWELL),
+        slow("fp8", BLACKWELL),  # as BOTH says
+        slow("fp4", BLACKWELL),
+        slow("mxfp8", HOPPER),  # its scales are test_one_form's there, and two forms fp8's
+        slow("nvfp4_plain", HOPPER),
+        slow("nvfp4_4over6", HOPPER),  # its candidates are Blackwell's, but for the instruction that packs them
+    ],
+)
 def test_two_forms(compiled, fmt, capability):
     key = KEY if fmt == "fp4" else None
     output = "values" if fmt.startswith("nvfp4") else "operand"
@@ -124,7 +139,7 @@ def test_two_forms(compiled, fmt, capability):
             assert "min.NaN.f32" not in text
 
 
-@pytest.mark.parametrize(("fmt", "key"), [("mxfp8", None), ("nvfp4_plain", None), ("nvfp4_plain", KEY)])
+@pytest.mark.parametrize(("fmt", "key"), [("mxfp8", None), slow("nvfp4_plain", None), ("nvfp4_plain", KEY)])
 def test_what_compute_capability_12_reads(compiled, fmt, key):
     """RTX 50 reads what Blackwell's data centre GPUs read; FP4 has the same instruction."""
     forms = [form(fmt, "grad_output", 1, key), form(fmt, "grad_output", 0, key)]
@@ -147,7 +162,7 @@ def test_codes_that_are_stored_twice_are_no_halves_of_registers(compiled, fmt):
     assert "cvt.rn.satfinite.e4m3x2.f32" in text and "shr.u16" not in text
 
 
-@pytest.mark.parametrize("output", ["values", "operand"])
+@pytest.mark.parametrize("output", [slow("values"), "operand"])  # masks are the same
 def test_ragged_float32(compiled, output):
     ptx(compiled, [form("fp8", "input", 1), form("fp8", "input", 0)], output, shape=(131, 77), dtype=torch.float32)
 
@@ -175,8 +190,7 @@ def test_largest_magnitude(compiled):
 
 
 @BOTH
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("length", [16, 32, 128])
+@pytest.mark.parametrize(("length", "dim"), [(16, 0), (32, 1), (128, 0), slow(16, 1), slow(32, 0), slow(128, 1)])
 def test_hadamard_transform(compiled, capability, length, dim):
     """A group of 16 is a thread's own: shared memory is for the largest magnitude of a program alone."""
     x = torch.ones(256, 512, dtype=torch.bfloat16)
@@ -201,7 +215,7 @@ def test_swiglu_fuses_what_torch_does(compiled):
     """CUDA's exponential takes three fused operations.  A gradient has one more, in 1 + x (1 - s), as torch's."""
     x = torch.ones(4096, dtype=torch.bfloat16)
     gradients = compiled("swiglu_backward_kernel", HOPPER, lambda: triton_cast.swiglu_backward(x, x, x))
-    product = compiled("cast_kernel", HOPPER, LAUNCHES["mxfp8 input of SwiGLU, two of codes"])
+    product = compiled("cast_kernel", HOPPER, LAUNCHES["fp8 input of SwiGLU, two operands"])
     largest = compiled("amax_kernel", HOPPER, lambda: triton_cast.finite_amax(x, up=x))
     assert fused(product.asm["ptx"]) == fused(largest.asm["ptx"]) == 3 and fused(gradients.asm["ptx"]) == 4
     assert set(re.findall(r"ld\.global[.\w:]*", gradients.asm["ptx"])) == {"ld.global.v4.b32"}
@@ -234,7 +248,7 @@ def test_cross_entropy(compiled, kernel, capability):
 
 
 @BOTH
-@pytest.mark.parametrize(("fmt", "dim"), [("fp8", 0), ("fp4", 0), ("fp4", 1), ("nvfp4", 1)])
+@pytest.mark.parametrize(("fmt", "dim"), [("fp8", 0), ("fp4", 0), slow("fp4", 1), ("nvfp4", 1)])
 def test_codes_that_ranks_gather_are_read_and_written_by_8_bytes_or_more(compiled, fmt, dim, capability):
     codes = Form(get_format(fmt), "weight", 1, output="codes")
     made = allocate(torch.empty(512, 1024), codes, count=False)

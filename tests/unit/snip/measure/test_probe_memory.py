@@ -15,7 +15,7 @@ from megatron_snip.snip.measure.linear_probe import row_step
 
 #: Weights larger than activations, the other way round, and logits larger than either.
 SHAPES = {
-    "weights": {"hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 8, "num_query_groups": 8},
+    "weights": {"hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 8, "num_query_groups": 8},
     "activations": {"micro_batch_size": 2},
     "vocabulary": {"vocab_size": 8192, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4},
 }

@@ -22,28 +22,33 @@ BLOCK = 2 * (4 * 128**2 + 3 * 128 * 256 + 2 * 128)  # bytes in BF16
 SENT = "bytes", "dp", "all-gather"
 
 
-def test_predictions_are_what_a_dry_run_counts(monkeypatch):
-    config = Config().replace(**OPTIONS)
+@pytest.fixture(scope="module")
+def pool():
     with processes(2) as pool:
-        planner = Planner(config, 2, pool)
-        (runs,), (peaks,), (host,) = planner.runs, planner.peaks, planner.host_peaks
-        assert runs.choices == ("keep", "full", "offload") and runs.gathered == (0, 1)
-        assert runs.states == ("embed_tokens", "layers.0", "layers.1", "norm")
-        cases = {
-            (0, 0, 0, 0, 0, 0, 0, 0): MemoryPlan.by_hand(("keep",) * 2, config, 2),
-            (0, 0, 0, 0, 1, 0, 1, 1): MemoryPlan.by_hand(
-                ("keep",) * 2, config, 2, on_host=("embed_tokens", "layers.1", "norm")
-            ),
-            (0, 0, 1, 0, 0, 0, 0, 0): MemoryPlan.by_hand(("keep",) * 2, config, 2, gathered=(0,)),
-            (2, 0, 0, 0, 0, 0, 0, 0): MemoryPlan.by_hand(("offload", "keep"), config, 2),
-            (2, 0, 0, 0, 1, 0, 1, 1): MemoryPlan.by_hand(
-                ("offload", "keep"), config, 2, on_host=("embed_tokens", "layers.1", "norm")
-            ),
-        }
-        ((of_apex,),) = measure_runs(config.replace(optimizer_impl="apex"), 2, pool)
-        jobs = [pool.submit(measure, config, 2, 0, plan) for plan in cases.values()]
-        plain, away, stays, sent, both = (job.result().worst for job in jobs)
-        least = planner.plan((away.total - 1) / 2**30)
+        yield pool
+
+
+def test_predictions_are_what_a_dry_run_counts(pool, monkeypatch):
+    config = Config().replace(**OPTIONS)
+    planner = Planner(config, 2, pool)
+    (runs,), (peaks,), (host,) = planner.runs, planner.peaks, planner.host_peaks
+    assert runs.choices == ("keep", "full", "offload") and runs.gathered == (0, 1)
+    assert runs.states == ("embed_tokens", "layers.0", "layers.1", "norm")
+    cases = {
+        (0, 0, 0, 0, 0, 0, 0, 0): MemoryPlan.by_hand(("keep",) * 2, config, 2),
+        (0, 0, 0, 0, 1, 0, 1, 1): MemoryPlan.by_hand(
+            ("keep",) * 2, config, 2, on_host=("embed_tokens", "layers.1", "norm")
+        ),
+        (0, 0, 1, 0, 0, 0, 0, 0): MemoryPlan.by_hand(("keep",) * 2, config, 2, gathered=(0,)),
+        (2, 0, 0, 0, 0, 0, 0, 0): MemoryPlan.by_hand(("offload", "keep"), config, 2),
+        (2, 0, 0, 0, 1, 0, 1, 1): MemoryPlan.by_hand(
+            ("offload", "keep"), config, 2, on_host=("embed_tokens", "layers.1", "norm")
+        ),
+    }
+    ((of_apex,),) = measure_runs(config.replace(optimizer_impl="apex"), 2, pool)
+    jobs = [pool.submit(measure, config, 2, 0, plan) for plan in cases.values()]
+    plain, away, stays, sent, both = (job.result().worst for job in jobs)
+    least = planner.plan((away.total - 1) / 2**30)
     monkeypatch.setattr(auto.dist, "broadcast_object_list", lambda told, src: None)
     monkeypatch.setattr(auto, "_get_default_store", torch.distributed.HashStore)
     here = Runtime(0, 2, 0, torch.device("cpu"))
@@ -63,14 +68,13 @@ def test_predictions_are_what_a_dry_run_counts(monkeypatch):
     assert least.on_host and least.ranks[0].host > 0 and least.ranks[0].peak < away.total
 
 
-def test_a_block_that_stays_gathered_as_codes_is_charged_for_these():
+def test_a_block_that_stays_gathered_as_codes_is_charged_for_these(pool):
     """In FP8 a byte a weight, and float32 scales of 128 x 128."""
     config = Config().replace(**{**OPTIONS, "hidden_size": 256, "ffn_hidden_size": 512, "precision": "fp8",
                                  "fp8_param_gather": True, "host_memory_gib": None})  # fmt: skip
-    with processes(2) as pool:
-        planner = Planner(config, 2, pool)
-        plans = [MemoryPlan.by_hand(("keep",) * 2, config, 2, gathered=gathered) for gathered in ((), (0,))]
-        plain, stays = (job.result().worst for job in [pool.submit(measure, config, 2, 0, plan) for plan in plans])
+    planner = Planner(config, 2, pool)
+    plans = [MemoryPlan.by_hand(("keep",) * 2, config, 2, gathered=gathered) for gathered in ((), (0,))]
+    plain, stays = (job.result().worst for job in [pool.submit(measure, config, 2, 0, plan) for plan in plans])
     (runs,), (peaks,) = planner.runs, planner.peaks
     weights, norms = 4 * 256**2 + 3 * 256 * 512, 2 * 2 * 256
     codes = weights + 4 * weights // 128**2 + norms

@@ -142,7 +142,8 @@ def events(folder) -> EventAccumulator:
 RUN = {
     "num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 2, "seq_length": 128,
     "vocab_size": 128, "global_batch_size": 1, "mock_data": True, "precision": "snip", "snip_start": 1,
-    "snip_interval": 2, "snip_target": 0.5, "snip_trials": 2, "preflight": False,
+    "snip_interval": 2, "snip_target": 0.5, "snip_trials": 2, "snip_trial_tokens": 256,
+    "snip_probe_tokens": 256, "preflight": False,
 }  # fmt: skip
 
 

@@ -9,8 +9,6 @@ import os
 import re
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +20,16 @@ from megatron_snip.config import Config
 from megatron_snip.snip.plan.plan_file import Plan
 from megatron_snip.snip.plan_metrics import modelled_metrics
 from megatron_snip.train.run.metrics import MetricsWriter, read_metrics
+from tests.dist.helpers.harness import CONTEXT
 from tests.unit.snip.test_coordinator import make
+from tests.unit.train.run.program import program
 
 pytest.importorskip("wandb")
-PROGRAM = Path(__file__).resolve().parents[4] / "pretrain_llama.py"
 __all__ = ["make"]  # a fixture
 WORDS = """--num-layers 1 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 128
 --vocab-size 128 --global-batch-size 1 --train-iters 5 --mock-data --precision snip --snip-start 1
---snip-interval 10 --snip-target 0.5 --snip-weight 1 --snip-bf16-eval-interval 1 --eval-interval 1 --eval-iters 1
+--snip-interval 10 --snip-target 0.5 --snip-weight 1 --snip-bf16-eval-interval 1
+--snip-probe-tokens 256 --snip-trial-tokens 256 --eval-interval 1 --eval-iters 1
 --log-throughput --log-memory --wandb-project demo --wandb-exp-name first --run-dir run"""
 
 
@@ -85,14 +85,13 @@ def start(folder: Path, *words: str, **variables: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "RANK"))}
     environment |= {"HTTPS_PROXY": dead, "HTTP_PROXY": dead, "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     environment |= variables
-    program = f"import runpy; from megatron_snip.train.run import trackers; trackers._PATIENCE = 2.0; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"  # noqa: E501
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, *WORDS.split(), *words],
-            cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-        status = process.wait(150)
-    assert status == 0, (folder / "log").read_text()
+    process = CONTEXT.Process(target=program, args=([*WORDS.split(), *words], str(folder), environment))
+    process.start()
+    try:
+        process.join(150)
+    finally:
+        process.kill()
+    assert process.exitcode == 0, (folder / "log").read_text()
     end = time.monotonic() + 20
     while living(process.pid) and time.monotonic() < end:
         time.sleep(0.05)
@@ -183,7 +182,7 @@ def test_where_wandb_does_not_answer_the_run_goes_on_offline(answers, tmp_path):
         if not answers:
             server.close()
         variables = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": 40 * "a", "NO_PROXY": "127.0.0.1"}
-        variables["WANDB_INIT_TIMEOUT"] = "3"
+        variables["WANDB_INIT_TIMEOUT"] = "1"
         start(tmp_path, "--wandb-mode", "online", "--train-iters", "3", "--precision", "bf16", **variables)
     written = read_metrics(tmp_path / "run/metrics.jsonl")
     (file,) = (tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb")
