@@ -23,7 +23,6 @@ from tests.dist.helpers.faults import store_host
 from tests.dist.helpers.harness import CONTEXT
 
 SECONDS = 3.0  # the time-out; a period is a thirtieth
-SOON = 2.0  # where no test waits two periods and a half for another thread's heartbeat
 
 
 def client_of(port: int) -> TCPStore:
@@ -145,13 +144,13 @@ def test_a_silent_rank_is_noticed_by_the_one_before_it(make):
         said.append(line)
         came.set()
 
-    make(0, 2, leave, SOON)
+    make(0, 2, leave, SECONDS)
     silent = make(1, 2, seconds=60.0)
     freeze(silent)
     begin = time.monotonic()
-    assert came.wait(4 * SOON)
+    assert came.wait(4 * SECONDS)
     assert "rank 1 (process " in str(said[0]) and "has sent no heartbeat for" in str(said[0])
-    assert 0.8 * SOON < time.monotonic() - begin < 2.0 * SOON
+    assert 0.8 * SECONDS < time.monotonic() - begin < 2.0 * SECONDS
 
 
 def test_all_leave_once_one_has_told(make):
@@ -187,14 +186,14 @@ def test_failed_calls_of_the_store_end_no_heartbeat_and_no_run(make, tmp_path, c
     """A store away for longer than the time-out: nobody is to blame, one line says so, and all goes on."""
     stores, said = [Flaky(tmp_path), Flaky(tmp_path)], []
     for rank, store in enumerate(stores):
-        make(rank, 2, said.append, SOON, store.connect)
+        make(rank, 2, said.append, SECONDS, store.connect)
     before = [count_of(stores[0], rank) for rank in (0, 1)]
     for store in stores:
         store.fails = True
-    time.sleep(1.5 * SOON)
+    time.sleep(1.5 * SECONDS)
     for store in stores:
         store.fails = False
-    time.sleep(0.5 * SOON)
+    time.sleep(0.5 * SECONDS)
     assert said == []
     assert all(count_of(stores[0], rank) >= before[rank] + 5 for rank in (0, 1)), "heartbeats come again"
     assert all(1 < store.connections <= 50 for store in stores), "a try each period, none beside"
@@ -206,9 +205,9 @@ def test_failed_calls_of_the_store_end_no_heartbeat_and_no_run(make, tmp_path, c
 def test_a_process_that_stays_out_of_reach_is_missed(make, tmp_path):
     stores, said = [Flaky(tmp_path), Flaky(tmp_path)], queue.Queue()
     for rank, store in enumerate(stores):
-        make(rank, 2, said.put, SOON, store.connect)
+        make(rank, 2, said.put, SECONDS, store.connect)
     stores[1].fails = True
-    assert "has sent no heartbeat" in said.get(timeout=4 * SOON)
+    assert "has sent no heartbeat" in said.get(timeout=4 * SECONDS)
 
 
 def test_a_store_that_has_gone_ends_nothing_by_itself_and_close_joins(make, tmp_path):
