@@ -37,22 +37,19 @@ FEWER = 8
 #: Batches of the truth of single linears: with 8 its own noise took 0.06 of the early checkpoint's rank correlation;
 #: with 4, up to 0.16 at the others.
 TRUE, TRUE_EARLY = 8, 16
-#: What all numbers of batches are divided by where the narrow model is measured alone: half of them moved the ratio of
-#: `snip` to the oracle by 0.03, which is 0.6 below its bound, and that to random plans by 0.002 of 0.02.
-ALONE = 2
 
 
 def end_to_end(
-    parts: Parts, stats: Statistics, snip: np.ndarray, truth: np.ndarray, over: list[Any], fewer: int, random: int
+    parts: Parts, stats: Statistics, snip: np.ndarray, truth: np.ndarray, over: list[Any], random: int
 ) -> dict[str, np.ndarray]:
     """Loss increase in nats of each objective's plan on each batch [B], by "objective target"; also of the oracle's
-    and of all FP4.  snip [L, 2]: the quality loss of FP8 and FP4 by all tokens, of the rules by one batch.  fewer:
-    how many batches for rules and all FP4.  random: how many plans of it.
+    and of all FP4.  snip [L, 2]: the quality loss of FP8 and FP4 by all tokens, of the rules by one batch.  random: how
+    many plans of it.
     """
     base, found = losses_of(parts, over), {}
     known: dict[tuple[str, ...], np.ndarray] = {}  # by plan: objectives often agree
 
-    def increase(plan: dict[str, LinearPrecision], count: int = fewer) -> np.ndarray:
+    def increase(plan: dict[str, LinearPrecision], count: int = FEWER) -> np.ndarray:
         key = (*map(str, plan.values()), str(count))
         if key not in known:
             with precisions(parts, plan):
@@ -70,7 +67,7 @@ def end_to_end(
                 if name != "snip":
                     quality, _ = quality_loss(name, ObjectiveInputs(shapes, OPTIONS, given, seed=seed))
                 key = f"random_{seed} {target}" if name == "random" else f"{name} {target}"
-                found[key] = increase(plan_by(quality, shapes, target), len(over) if name == "snip" else fewer)
+                found[key] = increase(plan_by(quality, shapes, target), len(over) if name == "snip" else FEWER)
     found["all fp4"] = increase(dict.fromkeys(stats.names, FP4))
     return found
 
@@ -98,18 +95,16 @@ def change_of_wgrad(parts: Parts, batch: Any, iteration: int, fmt: str) -> np.nd
     return np.sqrt(np.array(changes) / sum(float(u.square().sum()) for u in base))
 
 
-def at_checkpoint(
-    parts: Parts, iteration: int, *, true: int, random: int, formats: tuple[str, ...], less: int
-) -> dict[str, Any]:
+def at_checkpoint(parts: Parts, iteration: int, *, true: int, random: int, formats: tuple[str, ...]) -> dict[str, Any]:
     """Predictions and truth before an iteration, with outliers planted for the time.
 
     true: batches of the truth.  random: how many random plans beside the others from end to end; 0: no plans at all.
-    formats: others than FP4.  less: what numbers of batches are divided by.
+    formats: others than FP4.
     """
     size = parts_batch(parts)
     # what a run takes: as many batches as --snip-probe-tokens asks for; the first of them is the coming iteration's
     probed = -(-SnipConfig().snip_probe_tokens // parts.coordinator.probe.tokens)
-    others = batches(parts, (iteration - 1 + probed) * size, true // less, size)
+    others = batches(parts, (iteration - 1 + probed) * size, true, size)
     before = State(parts)
     plain = loss_of(parts, others)
     plant(parts)
@@ -128,8 +123,8 @@ def at_checkpoint(
         "regret": regret(of_one, truth, shapes_of(parts), 0.75),
     }
     if random:
-        over = batches(parts, (iteration - 1 + probed) * size, EVALUATED // less, EACH)
-        found["end to end"] = end_to_end(parts, one, every - every[:, :1], truth, over, FEWER // less, random)
+        over = batches(parts, (iteration - 1 + probed) * size, EVALUATED, EACH)
+        found["end to end"] = end_to_end(parts, one, every - every[:, :1], truth, over, random)
     for fmt in formats:
         other = loss_divergence(probe(parts, iteration, (fmt,), updates=False), [LinearPrecision.uniform(fmt)])
         found[fmt] = (other[:, 0], even_truth(parts, others, fmt, one.names))
@@ -137,11 +132,8 @@ def at_checkpoint(
     return found
 
 
-def measure(folder: Path, checkpoints: Sequence[str], less: int = 1) -> dict[str, Any]:
-    """Everything the tests look at, by checkpoint, all of one run in float32 compute.
-
-    less: what numbers of batches are divided by.
-    """
+def measure(folder: Path, checkpoints: Sequence[str]) -> dict[str, Any]:
+    """Everything the tests look at, by checkpoint, all of one run in float32 compute."""
     (options,) = {tuple(CHECKPOINTS[name][1].items()) for name in checkpoints}
     config, parts = make_parts(folder, precision="snip", snip_start=10**6, **dict(options))
     start = parts.stepper.evaluate(parts.train_loader.make(0), 1)
@@ -152,7 +144,7 @@ def measure(folder: Path, checkpoints: Sequence[str], less: int = 1) -> dict[str
         trained = train(config, parts, done + 1, iteration - 1)
         formats = ("nvfp4_plain", "mxfp4_floor") if name == "late" else ()
         true, random = TRUE_EARLY if name == "early" else TRUE, RANDOM_PLANS.get(name, 0)
-        found[name] = at_checkpoint(parts, iteration, true=true, random=random, formats=formats, less=less)
+        found[name] = at_checkpoint(parts, iteration, true=true, random=random, formats=formats)
         found[name]["training"], done = (start, trained), iteration - 1
     parts.train_loader.close()
     return found

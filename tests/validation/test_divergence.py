@@ -18,7 +18,7 @@ import torch
 from scipy.stats import spearmanr
 
 from tests.dist.helpers.harness import run_ranks
-from tests.validation.predictions import ALONE, CHECKPOINTS, RANDOM_PLANS, TARGETS, measure
+from tests.validation.predictions import CHECKPOINTS, RANDOM_PLANS, TARGETS, measure
 
 pytestmark = pytest.mark.timeout(1800)
 #: The checkpoint that is quick to get to; others are slow.
@@ -40,13 +40,13 @@ def at(*checkpoints: str) -> pytest.MarkDecorator:
 @pytest.fixture(scope="module")
 def measured(request, tmp_path_factory):
     """What was found at each checkpoint, by runs of one thread, two at a time; that of "late" repeats another."""
-    runs, every = [(QUICK,)], request.config.getoption("--all")
-    if every:
+    runs = [(QUICK,)]
+    if request.config.getoption("--all"):
         runs += [("late",), ("early", "mid"), *((name,) for name in WIDE if "seed" in name)]
     folders = [tmp_path_factory.mktemp("planted") for _ in runs]
 
     def one(folder, checkpoints):
-        return run_ranks(measure, 1, folder, checkpoints, 1 if every else ALONE, seconds=1750.0)[0]
+        return run_ranks(measure, 1, folder, checkpoints, seconds=1750.0)[0]
 
     with ThreadPoolExecutor(2) as pool:
         return {name: found for run in pool.map(one, folders, runs) for name, found in run.items()}
