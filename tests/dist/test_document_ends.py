@@ -17,7 +17,7 @@ OPTIONS = {
 }  # fmt: skip
 SLOW = ("pp2 interleaved", "tp2 x dp2", "tp2 x pp2 x dp2")
 #: Processes that share sequences of 512 tokens, and what they are beside.
-SHARED = {"cp2": (2, {}), "tp2 x pp2 x cp2": (8, {**LAYOUTS["tp2 x pp2 interleaved"], "calculate_per_token_loss": False})}
+SHARED = {"cp2": (2, {"num_layers": 2}), "tp2 x pp2 x cp2": (8, {**LAYOUTS["tp2 x pp2 interleaved"], "calculate_per_token_loss": False})}
 
 six_losses = functools.partial(losses, iterations=6)
 

@@ -177,7 +177,7 @@ def test_a_stopped_process_is_named_in_time_and_a_killed_one_at_once(tmp_path):
 
     The run starts again, is killed there, and ends.
     """
-    run, limit, log = tmp_path / "run", 24.0, tmp_path / "log"
+    run, limit, log = tmp_path / "run", 12.0, tmp_path / "log"
     agent_options = [*ONE_NODE, "--max-restarts=1"]
     with program(run, [*FOREVER, "--distributed-timeout-minutes", str(limit / 60)], agent_options) as agent:
         wait_for(lambda: rows(run) >= 12, "iteration 12")
