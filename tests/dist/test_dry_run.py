@@ -60,7 +60,7 @@ def test_microbatches_that_are_left_out_change_nothing(chunk: int | None) -> Non
             assert few.total <= whole.total <= few.total + left_out * (tokens_and_labels + losses) and left_out > 0
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])  # they are counted in one place
 def test_a_trial_s_microbatches_that_are_left_out_change_nothing(pp: int) -> None:
     options = {
         **SMALL, "pipeline_model_parallel_size": pp, "seq_length": 128, "hidden_size": 128, "micro_batch_size": 1,

@@ -19,7 +19,10 @@ CASES = {
     "tp2, tied": (2, {**LAYOUTS["tp2 without sequence parallel"], **TIED}),
     "dp2, optim_grads_params, tied": (2, {"data_parallel_sharding_strategy": "optim_grads_params", **TIED}),
     "pp2 x dp2, optim_grads_params, tied": (
-        4, {**LAYOUTS["pp2"], "data_parallel_sharding_strategy": "optim_grads_params", **TIED},
+        4,
+        {
+            **LAYOUTS["pp2"], "data_parallel_sharding_strategy": "optim_grads_params", "global_batch_size": 4, **TIED,
+        },
     ),
     "cp2, masked": (
         2,

@@ -110,7 +110,7 @@ def test_kills_change_nothing(uninterrupted, tmp_path, places):
         ("iteration 1, before any checkpoint", progress(1)),
         ("after the probe of iteration 3", solve_in_flight(3)),
         ("inside the save of iteration 4", in_save(4)),
-        ("iteration 7", progress(7)),
+        ("iteration 5", progress(5)),
         ("inside the save of iteration 8", in_save(8)),
         ("after the probe of iteration 9", solve_in_flight(9)),
         ("iteration 11, the solve's checkpoint loaded", progress(11)),

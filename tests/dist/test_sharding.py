@@ -64,17 +64,17 @@ FIRST = (
 @functools.cache
 def alone(tied: bool):
     """Losses and gradients of one process."""
-    return run_ranks(six_losses, 1, {**SMALL, "untie_embeddings_and_output_weights": not tied})[0]
+    return run_ranks(four_losses, 1, {**SMALL, "untie_embeddings_and_output_weights": not tied})[0]
 
 
-six_losses = functools.partial(losses, iterations=6)
+four_losses = functools.partial(losses, iterations=4)
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in FIRST else pytest.mark.slow) for c in CASES])
 def test_losses_and_gradients_are_those_of_one_process(case):
     world, options = CASES[case]
     expected = alone(tied="tied" in case)
-    for got in run_ranks(six_losses, world, {**SMALL, **options}, seconds=240.0):
+    for got in run_ranks(four_losses, world, {**SMALL, **options}, seconds=240.0):
         assert np.abs(np.subtract(got["losses"], expected["losses"])).max() <= 1e-4
         assert got["first"].grad_norm == pytest.approx(expected["first"].grad_norm, rel=1e-5)
         for name, grad in got["gradients"].items():
