@@ -84,7 +84,8 @@ def test_a_process_that_holds_the_embedding_alone_takes_part():
 def test_a_probe_holds_and_sends_what_its_footprint_says(layout):
     """Eight microbatches a process; a weight of 2048 output channels is measured by every second of them."""
     dp = 2 if "dp2" in layout else 1
-    options = {**SMALL, **LAYOUTS[layout], "num_layers": 4 if "interleaved" in layout else 2}
+    stages = (2 if "pp2" in layout else 1) * (2 if "interleaved" in layout else 1)  # of a block each
+    options = {**SMALL, **LAYOUTS[layout], "num_layers": stages}
     options |= {"ffn_hidden_size": 2048, "global_batch_size": 8 * dp, "bf16": True}
     for found in run_ranks(counted_probe, world_of(layout), options):
         expected = found["expected"]
