@@ -16,7 +16,9 @@ LAYOUTS = {
     "pp2": ({"pipeline_model_parallel_size": 2}, 2),
     "cp2": ({"context_parallel_size": 2}, 2),
     "dp2": ({}, 2),
-    "tp2 x pp2 x dp2": ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 8),
+    "tp2 x pp2 x dp2": (
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}, 8
+    ),
 }  # fmt: skip
 OPTIONS = {
     **TINY, "num_layers": 2, "global_batch_size": 4, "precision": "snip", "snip_start": 2, "snip_apply_lag": 1, "snip_interval": 10,
