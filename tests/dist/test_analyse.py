@@ -21,6 +21,7 @@ pytestmark = pytest.mark.dist
 TEXT = "".join(f"The {i}th sentence tells of {i * i} things, {i % 7} of them new.\n" for i in range(1200))
 SMALL = "--seq-length 128 --batch-size 2 --batches 3 --formats fp8,fp4 --shares 0.5,0.9".split()
 EXACT = [*SMALL, "--no-bf16", "--snip-granularity", "linear"]  # the same on every layout
+NO_TRIALS = ["--snip-trials", "0"]
 
 
 @pytest.fixture(scope="module", params=["small", pytest.param("qwen3", marks=pytest.mark.slow)])
@@ -84,7 +85,7 @@ def test_the_page_needs_nothing_else(analysed):
 
 def test_sharded_it_is_the_same(model, analysed, tmp_path):
     words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "tp"), *EXACT]
-    results = run_ranks(analyse, 2, *words, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    results = run_ranks(analyse, 2, *words, *NO_TRIALS, "--tensor-model-parallel-size", "2", "--sequence-parallel")
     assert [error for _, error in results] == ["", ""] and results[1][0] == ""
     one, other = (Statistics.load(folder / "stats.json") for folder in (analysed[1], tmp_path / "tp"))
     assert other.loss == pytest.approx(one.loss, rel=1e-5)
@@ -93,7 +94,7 @@ def test_sharded_it_is_the_same(model, analysed, tmp_path):
 
 
 def test_in_bf16_it_says_the_same_within_its_error(model, analysed, tmp_path):
-    words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "bf16"), *SMALL]
+    words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "bf16"), *SMALL, *NO_TRIALS]
     assert run_ranks(analyse, 1, *words)[0][1] == ""
     exact, found = (json.loads((out / "sensitivity.json").read_text()) for out in (analysed[1], tmp_path / "bf16"))
     for name, formats in exact.items():
@@ -103,7 +104,7 @@ def test_in_bf16_it_says_the_same_within_its_error(model, analysed, tmp_path):
 
 @pytest.mark.slow
 def test_json_lines_are_read_too(model, analysed, tmp_path):
-    words = [str(model), "--data", str(model / "text.jsonl"), "--output", str(tmp_path / "lines"), *SMALL]
+    words = [str(model), "--data", str(model / "text.jsonl"), "--output", str(tmp_path / "lines"), *SMALL, *NO_TRIALS]
     assert run_ranks(analyse, 1, *words)[0][1] == ""
     one, other = (Statistics.load(folder / "stats.json") for folder in (analysed[1], tmp_path / "lines"))
     assert other.loss == pytest.approx(one.loss, rel=0.1)
@@ -114,7 +115,7 @@ def test_a_model_without_a_tokenizer_takes_tokens(tmp_path):
     (tmp_path / "text.txt").write_text("text")
     with IndexedDatasetBuilder(tmp_path / "tokens", "u2") as builder:
         builder.add_document([7] * 1024)
-    words = [str(tmp_path / "hf"), "--output", str(tmp_path / "out"), *SMALL, "--data"]
+    words = [str(tmp_path / "hf"), "--output", str(tmp_path / "out"), *SMALL, *NO_TRIALS, "--data"]
     for data, message in (
         ("tokens", ""),
         ("tokens.bin", ""),
@@ -126,7 +127,7 @@ def test_a_model_without_a_tokenizer_takes_tokens(tmp_path):
 
 def test_formats_without_fp4_are_compared(model, tmp_path):
     words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "out"), *SMALL]
-    assert run_ranks(analyse, 1, *words, "--formats", "fp8,mxfp8", "--shares", "0")[0][1] == ""
+    assert run_ranks(analyse, 1, *words, *NO_TRIALS, "--formats", "fp8,mxfp8", "--shares", "0")[0][1] == ""
     assert Plan.load(tmp_path / "out/plan_0.json").achieved == 0
 
 
@@ -173,7 +174,7 @@ def test_the_measured_curve(analysed):
 
 def test_no_trials_leave_the_rest_as_it_is(model, analysed, tmp_path):
     words = [str(model), "--data", str(model / "text.txt"), "--output", str(tmp_path / "out"), *EXACT]
-    ((said, error),) = run_ranks(analyse, 1, *words, "--snip-trials", "0")
+    ((said, error),) = run_ranks(analyse, 1, *words, *NO_TRIALS)
     assert error == "" and "The curve" not in said
     one, other = (json.loads((out / "sensitivity.json").read_text()) for out in (analysed[1], tmp_path / "out"))
     assert one == other

@@ -19,7 +19,7 @@ from tests.dist.helpers.runs import error_of_run, run_with_full_disk, train_run
 
 SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256}
 OPTIONS = {
-    **SMALL, "global_batch_size": 2, "train_iters": 8, "lr_decay_iters": 8, "log_interval": 100,
+    **SMALL, "global_batch_size": 2, "train_iters": 5, "lr_decay_iters": 8, "log_interval": 100,
 }  # fmt: skip
 #: Enough for two processes' pieces of a sequence, and for four of a batch.
 LONG = {"seq_length": 512, "global_batch_size": 4}
@@ -76,26 +76,26 @@ def losses_of_four(tmp_path_factory):
 def test_a_damaged_shard_is_passed_over_by_all(losses_of_four, tmp_path):
     """The ranks that read it tell the others; they go on alike from the one before."""
     run_dir = tmp_path / "run"
-    layout = {**TP2_PP2, "log_all_ranks": True, "save_interval": 2}
-    run_ranks(train_run, 4, options_for(run_dir, **layout, exit_interval=6))
-    flip(run_dir / "checkpoints/iter_0000006/__3_0.distcp")
+    layout = {**TP2_PP2, "log_all_ranks": True, "save_interval": 1}
+    run_ranks(train_run, 4, options_for(run_dir, **layout, exit_interval=4))
+    flip(run_dir / "checkpoints/iter_0000004/__3_0.distcp")
     run_ranks(train_run, 4, options_for(run_dir, **layout))
     assert losses(run_dir) == losses_of_four
-    assert iterations(run_dir / "checkpoints") == [8, 6, 4, 2]
+    assert iterations(run_dir / "checkpoints") == [5, 4, 3, 2, 1]
     (aside,) = (run_dir / "checkpoints").glob("*.before-*")
-    assert aside.name.startswith("iter_0000006")
+    assert aside.name.startswith("iter_0000004")
 
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_full_disk_of_one_process(async_save, tmp_path):
     """All go on, and the next save tries again; nothing half is left."""
     run_dir = tmp_path / "run"
-    options = options_for(run_dir, **TP2_PP2, save_interval=2, async_save=async_save)
+    options = options_for(run_dir, **TP2_PP2, save_interval=1, async_save=async_save)
     told = run_ranks(run_with_full_disk, 4, options, 2, {2, 3})
     for lines in told:
         assert len(lines) == 2 and all("failed on rank 2 ([Errno 28] No space left" in line for line in lines)
-    assert iterations(run_dir / "checkpoints") == [8, 2]
-    assert len(losses(run_dir)) == 8
+    assert iterations(run_dir / "checkpoints") == [5, 4, 1]
+    assert len(losses(run_dir)) == 5
 
 
 def test_two_runs_on_one_folder(tmp_path):
@@ -115,14 +115,14 @@ def test_two_runs_on_one_folder(tmp_path):
     assert said.startswith(f"{saves} belongs to run ") and said.endswith("wait until it ends, or give another --save")
     assert not (tmp_path / "two/metrics.jsonl").exists()
     run_ranks(train_run, 1, {**OPTIONS, "run_dir": str(tmp_path / "two"), "save": saves})  # killed runs keep nothing
-    assert iterations(tmp_path / "saves") == [8]
+    assert iterations(tmp_path / "saves") == [5]
 
 
 def test_a_kill_while_saving_in_the_background(losses_of_four, tmp_path):
     """What follows is a run that was never killed."""
     run_dir = tmp_path / "run"
     layout = {**TP2_PP2, "async_save": True, "save_interval": 1}
-    for kill_at in (2, 5):
+    for kill_at in (2, 4):
         with tempfile.TemporaryDirectory() as folder:
             processes, _ = start_ranks(train_run, 4, options_for(run_dir, **layout), folder=folder)
             try:

@@ -25,7 +25,7 @@ CASES = {
     "tp2 x dp2, optim_grads_params, recompute": (
         4, {**LAYOUTS["tp2"], **PARAMS, "recompute_granularity": "full"}, 12, 12
     ),
-    "pp2 x dp2, optim": (4, {**LAYOUTS["pp2"], "global_batch_size": 8}, 6, 6),
+    "pp2 x dp2, optim": (4, LAYOUTS["pp2"], 6, 6),
     "dp2, optim_grads, weights in bf16": (
         2, {"data_parallel_sharding_strategy": "optim_grads", "optimizer_precision": "collage-plus"}, 12, 12
     ),
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_a_run_without_is_continued(tmp_path):
 
 def test_a_preflight_leaves_gathers_as_the_run_knows_them():
     """An objective without a probe leaves those of the last option behind."""
-    for plain, codes in run_ranks(after_a_preflight, 2, {**PARAMS, "vocab_size": 256}, seconds=300.0):
+    for plain, codes in run_ranks(after_a_preflight, 2, {**PARAMS, "vocab_size": 256, "global_batch_size": 2}, seconds=300.0):
         assert codes == plain
 
 

@@ -36,12 +36,12 @@ CASES = {
 FIRST = ("cp2 x dp2, optim_grads_params",)  # tensor parallelism meets cp in the statistics below
 FEW = [pytest.param(case, marks=() if case in FIRST else pytest.mark.slow) for case in CASES]
 
-six_losses = functools.partial(losses, iterations=6)
+four_losses = functools.partial(losses, iterations=4)
 
 
 @functools.cache
 def alone(seq_length: int, model: str = "llama"):
-    return run_ranks(six_losses, 1, {**ALONE, **MODELS[model], "seq_length": seq_length}, seconds=240.0)[0]
+    return run_ranks(four_losses, 1, {**ALONE, **MODELS[model], "seq_length": seq_length}, seconds=240.0)[0]
 
 
 @pytest.mark.parametrize("case", FEW)
@@ -49,7 +49,7 @@ def test_losses_and_gradients_are_those_of_one_process(case):
     world, options = CASES[case]
     options = {**LONG, **options}
     expected = alone(options["seq_length"], options.get("model_name", "llama"))
-    for got in run_ranks(six_losses, world, options, seconds=240.0):
+    for got in run_ranks(four_losses, world, options, seconds=240.0):
         assert np.abs(np.subtract(got["losses"], expected["losses"])).max() <= 1e-4
         assert got["first"].grad_norm == pytest.approx(expected["first"].grad_norm, rel=1e-5)
         for name, grad in got["gradients"].items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 import tomllib
 import zlib
 
@@ -63,10 +65,20 @@ def forge(folder, **data):
     (iteration / "manifest.json").write_text(msgspec.structs.replace(manifest, small=small).to_text())
 
 
-def imported(tmp_path, **more):
-    """Their model, and the options of a run from its conversion."""
-    model = theirs(tmp_path / "hf", **more)
-    assert run_ranks(convert, 1, "import", "--hf", str(tmp_path / "hf"), "--save", str(tmp_path / "in")) == [""]
+@functools.cache
+def made(folder, case):
+    """One of CASES, and its conversion, in folders of theirs."""
+    model = theirs(folder / case / "hf", **CASES[case])
+    words = ("--hf", str(folder / case / "hf"), "--save", str(folder / case / "in"))
+    assert run_ranks(convert, 1, "import", *words) == [""]
+    return model
+
+
+def imported(tmp_path, case):
+    """Their model, and the options of a run from its conversion; both folders are the test's own."""
+    model = made(tmp_path.parent, case)
+    for name in ("hf", "in"):
+        shutil.copytree(tmp_path.parent / case / name, tmp_path / name)
     options = tomllib.loads((tmp_path / "in/model.toml").read_text())
     return model, {**options, "run_dir": str(tmp_path / "run"), "seq_length": 128, "lr_warmup_iters": 1}
 
@@ -75,27 +87,27 @@ def imported(tmp_path, **more):
     "case", ["small", *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "small")]
 )
 def test_in_trained_and_out_again(case, tmp_path):
-    model, options = imported(tmp_path, **CASES[case])
+    model, options = imported(tmp_path, case)
     layout = {**TP2, "pipeline_model_parallel_size": 2}
-    run = {**options, **layout, "load": str(tmp_path / "in"), "finetune": True, "train_iters": 6}
+    run = {**options, **layout, "load": str(tmp_path / "in"), "finetune": True, "train_iters": 3}
     run_ranks(train_run, 4, run)
     out = tmp_path / "out"
     words = ("export", "--load", str(tmp_path / "run/checkpoints"), "--hf", str(out))
     assert run_ranks(convert, 1, *words) == [""]
     again = transformers.AutoModelForCausalLM.from_pretrained(out).float().eval()
     tokens = torch.randint(0, 500, (2, 128), generator=torch.Generator().manual_seed(1))
-    (ours,) = run_ranks(logits_of, 1, options, tmp_path / "run/checkpoints", 6, tokens)
+    (ours,) = run_ranks(logits_of, 1, options, tmp_path / "run/checkpoints", 3, tokens)
     with torch.no_grad():
         expected, before = again(tokens).logits, model(tokens).logits
     assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert (expected - before).abs().max() > 0.01, "training has changed the weights"
-    assert "tokens trained on | 3,072 |" in (out / "README.md").read_text()
+    assert "tokens trained on | 1,536 |" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("case", ["small", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_the_first_loss_is_theirs_from_either_kind_of_folder(case, tmp_path):
     """Converted or as it is, on one process and sharded."""
-    model, options = imported(tmp_path, **CASES[case])
+    model, options = imported(tmp_path, case)
     (one,) = run_ranks(first_batch, 1, {**options, "load": str(tmp_path / "in"), "finetune": True})
     direct = {**options, "load": str(tmp_path / "hf"), "run_dir": str(tmp_path / "direct")}
     (other,) = run_ranks(first_batch, 1, direct)
@@ -111,7 +123,7 @@ def test_the_first_loss_is_theirs_from_either_kind_of_folder(case, tmp_path):
 
 
 def test_a_plan_s_run_exports_its_plan(tmp_path):
-    _, options = imported(tmp_path, **CASES["small"])
+    _, options = imported(tmp_path, "small")
     snip = {"precision": "snip", "snip_start": 1, "snip_interval": 5, "snip_apply_lag": 1, "snip_target": 0.5}
     run_ranks(train_run, 1, {**options, **snip, "load": str(tmp_path / "hf"), "train_iters": 3, "bf16": True})
     words = ("export", "--load", str(tmp_path / "run/checkpoints/iter_0000003"), "--hf", str(tmp_path / "out"))
@@ -126,7 +138,7 @@ def test_a_plan_s_run_exports_its_plan(tmp_path):
 
 @pytest.mark.parametrize("case", ["small", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_their_folder_is_probed_as_the_converted_one(case, tmp_path):
-    _, options = imported(tmp_path, **CASES[case])
+    _, options = imported(tmp_path, case)
     run = [
         *"--seq-length 128 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 500".split(),
         *"--lr 1e-3 --train-iters 1 --snip-probe-tokens 1".split(),
@@ -219,7 +231,7 @@ def test_every_process_refuses_a_weight_that_one_finds_not_finite(tmp_path):
 
 def test_a_strangers_checkpoint_names_no_file_that_an_export_publishes(tmp_path):
     """Its state.json says where the tokenizer is, and a checksum in its manifest is its maker's."""
-    imported(tmp_path, **CASES["small"])
+    imported(tmp_path, "small")
     (tmp_path / "id_rsa").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nsecret\n")
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys/tokenizer.json").write_text('{"token": "secret"}')
@@ -290,7 +302,7 @@ def test_an_exported_tokenizer_makes_the_runs_tokens_and_ends_where_they_end(kin
 
 
 def test_a_card_tells_of_no_training_that_was_not(tmp_path):
-    imported(tmp_path, **CASES["small"])
+    imported(tmp_path, "small")
     words = ("export", "--load", str(tmp_path / "in"), "--hf", str(tmp_path / "out"))
     assert run_ranks(convert, 1, *words) == [""]
     card = (tmp_path / "out/README.md").read_text()
@@ -302,7 +314,7 @@ def test_a_card_tells_of_no_training_that_was_not(tmp_path):
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
     """By every tool that reads its tensors, as none takes an earlier one instead."""
-    imported(tmp_path, **CASES["small"])
+    imported(tmp_path, "small")
     path = tmp_path / "in/iter_0000000/__0_0.distcp"
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 4
@@ -316,7 +328,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 
 
 def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
-    _, options = imported(tmp_path, **CASES["small"])
+    _, options = imported(tmp_path, "small")
     for more, message in (
         ({"load": str(tmp_path / "in")}, "holds only weights; give --finetune"),
         ({"load": str(tmp_path / "hf"), "rotary_base": 5.0}, "--rotary-base comes to 5.0, but the model in"),

@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.faults import PROGRAM, train
 from tests.dist.helpers.faults import program as forked_program
 from tests.dist.helpers.harness import CONTEXT, run_ranks
+from tests.dist.helpers.listening import family, listening
 
 pytestmark = [
     pytest.mark.dist,
@@ -29,7 +31,7 @@ RUN = [
     *"--vocab-size 512 --untie-embeddings-and-output-weights --global-batch-size 4 --mock-data".split(),
     *"--distributed-backend gloo --save-interval 10 --log-interval 100".split(),
 ]
-ONE_NODE = ["--rdzv-backend=one_node", "--nproc_per_node=2"]
+ONE_NODE = ["--rdzv-backend", "one_node", "--nproc_per_node", "2"]
 FOREVER = ["--train-iters", "100000"]
 
 
@@ -172,39 +174,57 @@ def test_processes_end_with_their_agent(tmp_path):
         wait_for(lambda: not any(map(alive, ranks.values())), "the end of all processes", 5.0)
 
 
-def test_a_stopped_process_is_named_in_time_and_a_killed_one_at_once(tmp_path):
-    """In 1.25 times the time-out and what a busy machine adds, though torchrun would wait 30 seconds for rank 1.
-
-    The run starts again, is killed there, and ends.
-    """
-    run, limit, log = tmp_path / "run", 24.0, tmp_path / "log"
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory):
+    """A run whose rank 1 is stopped; it starts again, rank 1 is killed there, and it ends."""
+    run, limit = tmp_path_factory.mktemp("disturbed") / "run", 12.0
+    seen = SimpleNamespace(run=run, log=run.parent / "log", limit=limit)
     agent_options = [*ONE_NODE, "--max-restarts=1"]
     with program(run, [*FOREVER, "--distributed-timeout-minutes", str(limit / 60)], agent_options) as agent:
         wait_for(lambda: rows(run) >= 12, "iteration 12")
-        stopped = children(agent.pid)[1]
+        seen.listening = listening(family(agent.pid))
+        seen.stopped = stopped = children(agent.pid)[1]
         os.kill(stopped, signal.SIGSTOP)
         begin = time.monotonic()
         wait_for(lambda: children(agent.pid).get(1, stopped) != stopped, "a restart", 4 * limit)
-        took = time.monotonic() - begin
-        (line,) = told(run)
-        for rank in (0, 1):
-            assert "loop.py" in (run / f"stacks/rank_{rank:04d}.txt").read_text()
-        saved, before = _last_saved(run), rows(run)
+        seen.took = time.monotonic() - begin
+        (seen.line,) = told(run)
+        seen.stacks = [(run / f"stacks/rank_{rank:04d}.txt").read_text() for rank in (0, 1)]
+        seen.saved, before = _last_saved(run), rows(run)
         wait_for(lambda: rows(run) > before, "an iteration more")
-        killed = children(agent.pid)[1]
-        os.kill(killed, signal.SIGKILL)
+        seen.killed = children(agent.pid)[1]
+        os.kill(seen.killed, signal.SIGKILL)
         assert agent.wait(300) == 1
-    assert limit * 0.9 < took < limit * 1.25 + 5.0
-    assert f"rank 1 (process {stopped} on {socket.gethostname()}) " in line, line
+    return seen
+
+
+def test_a_stopped_process_is_named_in_time(disturbed):
+    """In 1.25 times the time-out and what a busy machine adds, though torchrun would wait 30 seconds for rank 1."""
+    run, line, limit = disturbed.run, disturbed.line, disturbed.limit
+    assert limit * 0.9 < disturbed.took < limit * 1.25 + 5.0
+    assert f"rank 1 (process {disturbed.stopped} on {socket.gethostname()}) " in line, line
     assert "is stopped" in line or "no heartbeat" in line, line
-    assert f"its last checkpoint is iteration {saved}, continue it with --load {run}/checkpoints" in line
-    line = told(run)[-1]
-    assert len(told(run)) == 2, told(run)
-    assert f"rank 1 (process {killed} on {socket.gethostname()}) has ended; its last checkpoint is" in line
-    text = log.read_text()
-    assert f"traceback : {line.partition(': ')[2]}" in text, "torchrun's summary has it too"
+    assert f"its last checkpoint is iteration {disturbed.saved}, continue it with --load {run}/checkpoints" in line
+    assert all("loop.py" in stack for stack in disturbed.stacks)
+
+
+def test_a_killed_process_is_named_at_once(disturbed):
+    lines = told(disturbed.run)
+    assert len(lines) == 2, lines
+    where = f"rank 1 (process {disturbed.killed} on {socket.gethostname()})"
+    assert f"{where} has ended; its last checkpoint is" in lines[-1]
+    text = disturbed.log.read_text()
+    assert f"traceback : {lines[-1].partition(': ')[2]}" in text, "torchrun's summary has it too"
     assert "gloo" not in text and len(text.splitlines()) < 90, "what is left is torchrun's own"
-    assert "gloo" in "".join(path.read_text() for path in (run / "stacks").iterdir())
+    assert "gloo" in "".join(path.read_text() for path in (disturbed.run / "stacks").iterdir())
+
+
+def test_a_run_on_one_node_listens_on_loopback_alone(disturbed):
+    """Started as the documents say, it listens on nothing that another machine can reach."""
+    found = disturbed.listening
+    assert found, "gloo listens somewhere"
+    open_to_others = [where for where in found if not where.startswith(("127.", "::1 ", "::ffff:127."))]
+    assert not open_to_others, f"of {found}"
 
 
 @pytest.mark.slow

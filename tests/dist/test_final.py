@@ -14,7 +14,7 @@ from tests.dist.helpers.runs import LAYOUTS, train_run, world_of
 from tests.dist.test_resume import TIMES
 
 FINAL = {
-    "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "train_iters": 8, "preflight": False,
+    "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "train_iters": 8, "preflight": False, "global_batch_size": 2,
     "snip_final_precision": "bf16/plan/plan", "snip_final_iters": 3,
 }  # fmt: skip
 SNIP = {"precision": "snip", "snip_start": 2, "snip_interval": 3, "snip_trials": 0}
@@ -31,10 +31,10 @@ def rows(folder, options, world=1, **more) -> list[dict]:
     ("kind", "layout", "ends"),
     [
         ("fp4", "", [5]),
-        ("snip", "", [5, 6]),
+        ("snip", "", [6]),
         ("snip", "pp2", [5]),
         pytest.param("fp4", "", [4, 6], marks=pytest.mark.slow),
-        pytest.param("snip", "", [4], marks=pytest.mark.slow),
+        pytest.param("snip", "", [4, 5], marks=pytest.mark.slow),
         pytest.param("snip", "pp2", [4, 6], marks=pytest.mark.slow),
     ],
 )

@@ -11,7 +11,7 @@ from tests.dist.helpers.runs import LAYOUTS
 
 SMALL = {
     "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "bf16": True, "precision": "fp8", "clip_grad": 0.5,
-    "lr_warmup_iters": 0, "log_edq_interval": 2,
+    "lr_warmup_iters": 0, "log_edq_interval": 2, "global_batch_size": 2,
 }  # fmt: skip
 CASES = {
     "all sharded, fp32": (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),

@@ -203,7 +203,7 @@ def test_statistics_of_some_rows_agree_under_recompute(layout, checkpoint, stati
         assert not unlike(got, statistics_alone, split="tp2" in layout)
 
 
-BROAD = {"num_layers": 1, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8}
+BROAD = {"num_layers": 1, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8, "global_batch_size": 2}
 
 
 @pytest.fixture(scope="module")

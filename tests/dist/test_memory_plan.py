@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import CHOICES
 from megatron_snip.train.dry_run.measure import processes
 from megatron_snip.train.memory_plan.auto import Planner
@@ -14,16 +15,21 @@ from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from megatron_snip.train.run.metrics import read_metrics
 from tests.dist.helpers.dry_runs import options_of
 from tests.dist.helpers.harness import run_ranks
-from tests.dist.helpers.memory_plans import losses_of_each, planned_slowly, real_peaks, trained, write_plan
+from tests.dist.helpers.memory_plans import losses_of_each, planned_slowly, real_peaks, refused, trained, write_plan
 from tests.dist.helpers.runs import LAYOUTS
 
-SMALL = {"hidden_size": 128, "ffn_hidden_size": 256, "bf16": True, "precision": "fp4"}
+SMALL = {"hidden_size": 128, "ffn_hidden_size": 256, "global_batch_size": 2, "bf16": True, "precision": "fp4"}
 CASES = {
     "tp2 x pp2": (4, {**LAYOUTS["tp2 x pp2 interleaved"], "num_layers_per_virtual_pipeline_stage": None}),
     "dp2": (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
     "cp2": (2, {"context_parallel_size": 2, "seq_length": 512}),
     "pp2 interleaved": (2, LAYOUTS["pp2 interleaved"]),
 }
+#: What is planned for, of as many microbatches as a pipeline of two is filled by, and one more.
+PIPELINE = {
+    "bf16": True, "precision": "fp8", "seq_length": 256, "pipeline_model_parallel_size": 2, "global_batch_size": 3,
+    "distributed_backend": "gloo",
+}  # fmt: skip
 PLANS = [
     ("full", "offload", "offload", "selective"),
     ("offload", "keep", "selective", "offload"),
@@ -46,15 +52,16 @@ def test_losses_are_those_without_a_plan(case, tmp_path):
         assert set(done[i]) == set(plan)
 
 
-def test_auto_trains_under_a_plan_that_fits(tmp_path):
-    """Rank 0 plans for both; the run folder and the checkpoint have the plan, and losses are those without it."""
-    options = {
-        "bf16": True, "precision": "fp8", "seq_length": 256, "pipeline_model_parallel_size": 2, "train_iters": 2,
-        "distributed_backend": "gloo",
-    }  # fmt: skip
+@pytest.fixture(scope="module")
+def planner():
     with processes(2) as pool:
-        peaks = Planner(options_of(options), 2, pool).peaks
-    all_keep, all_full = (max(one.of([choice] * 2)[0] for one in peaks) for choice in (0, CHOICES.index("full")))
+        return Planner(options_of({**PIPELINE, "host_memory_gib": 1.0, "memory_plan": "auto"}), 2, pool)
+
+
+def test_auto_trains_under_a_plan_that_fits(planner, tmp_path):
+    """Rank 0 plans for both; the run folder and the checkpoint have the plan, and losses are those without it."""
+    options, full = {**PIPELINE, "train_iters": 2}, CHOICES.index("full")
+    all_keep, all_full = (max(one.of([choice] * 2)[0] for one in planner.peaks) for choice in (0, full))
     gib = (all_keep + all_full) / 2 / 2**30
     auto = {**options, "memory_plan": "auto", "memory_gib": gib}
     for name, each in (("plain", options), ("auto", auto)):
@@ -66,22 +73,23 @@ def test_auto_trains_under_a_plan_that_fits(tmp_path):
     assert MemoryPlan.from_dict(state["memory_plan"]) == plan
     losses = [[row["lm loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("plain", "auto")]
     assert losses[0] == losses[1] and len(losses[0]) == 2
-    with pytest.raises(AssertionError, match=r"--memory-plan auto: pipeline rank 0 needs at least .* GiB short"):
-        run_ranks(trained, 2, {**auto, "memory_gib": all_full / 2**31, "run_dir": str(tmp_path / "none")})
+    with pytest.raises(UserError, match=r"--memory-plan auto: pipeline rank 0 needs at least .* GiB short"):
+        planner.plan(all_full / 2**31)
+
+
+def test_every_rank_is_told_that_no_plan_fits():
+    assert run_ranks(refused, 2, {}) == ["no plan fits"] * 2
 
 
 def test_ranks_wait_for_a_plan_for_longer_than_for_each_other():
     assert len(set(run_ranks(planned_slowly, 2, {}))) == 1
 
 
-def test_predicted_peaks_are_those_of_a_run(tmp_path):
+def test_predicted_peaks_are_those_of_a_run(planner, tmp_path):
     """Of six plans on a pipeline of two, in real tensors; and the bytes on the host."""
-    options = {"bf16": True, "precision": "fp8", "seq_length": 256, "pipeline_model_parallel_size": 2}
-    config, draw = options_of({**options, "host_memory_gib": 1.0, "memory_plan": "auto"}), random.Random(3)
-    with processes(2) as pool:
-        planner = Planner(config, 2, pool)
+    draw = random.Random(3)
     plans = [tuple(draw.choice(CHOICES) for _ in range(4)) for _ in range(6)]
-    variants = [write_plan(tmp_path / f"{i}.json", plan, options, 2) for i, plan in enumerate(plans)]
+    variants = [write_plan(tmp_path / f"{i}.json", plan, PIPELINE, 2) for i, plan in enumerate(plans)]
     real = run_ranks(real_peaks, 2, variants, seconds=400.0)
     for runs, peaks, host, found in zip(planner.runs, planner.peaks, planner.host_peaks, real, strict=True):
         chosen = [[CHOICES.index(plan[b]) for b in runs.blocks] for plan in plans]

@@ -15,7 +15,7 @@ SMALL = {"num_layers": 2, "vocab_size": 256}  # wide enough that tp cuts no bloc
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    snip = {"precision": "snip", "snip_start": 90, "train_iters": 3, "run_dir": str(folder)}
+    snip = {"precision": "snip", "snip_start": 90, "train_iters": 3, "preflight": False, "run_dir": str(folder)}
     run_ranks(train_run, 2, {**SMALL, **LAYOUTS["tp2"], **snip})
     return folder / "checkpoints"
 

@@ -74,7 +74,7 @@ def test_a_checkpoint_moves_to_another_layout(layout, alone, tmp_path):
 @pytest.mark.parametrize("precision", ["collage-light", pytest.param("bf16-stochastic", marks=pytest.mark.slow)])
 def test_layouts_train_alike(precision):
     """Up to the order of sums, in BF16; plain BF16 weights end 2e-3 away."""
-    options = {**SMALL, "num_layers": 4, "optimizer_precision": precision}
+    options = {**SMALL, "micro_batch_size": 2, "optimizer_precision": precision}
     one = run_ranks(short, 1, options)[0]
     for layout in ("tp2", "pp2", "dp2"):
         found = run_ranks(short, world(layout), {**options, **MORE[layout]})[0]

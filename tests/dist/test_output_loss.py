@@ -19,7 +19,10 @@ CASES = {
     "tp2, tied": (2, {**LAYOUTS["tp2 without sequence parallel"], **TIED}),
     "dp2, optim_grads_params, tied": (2, {"data_parallel_sharding_strategy": "optim_grads_params", **TIED}),
     "pp2 x dp2, optim_grads_params, tied": (
-        4, {**LAYOUTS["pp2"], "data_parallel_sharding_strategy": "optim_grads_params", **TIED},
+        4,
+        {
+            **LAYOUTS["pp2"], "data_parallel_sharding_strategy": "optim_grads_params", "global_batch_size": 4, **TIED,
+        },
     ),
     "cp2, masked": (
         2,
@@ -46,7 +49,7 @@ FIRST = ("tp2 x pp2 interleaved", "pp2 x dp2, optim_grads_params, tied", "cp2, m
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in FIRST else pytest.mark.slow) for c in CASES])
 def test_chunks_change_no_loss_and_no_gradient(case):
     world, options = CASES[case]
-    options = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, **options}
+    options = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "global_batch_size": 2, **options}
     plain = run_ranks(functools.partial(losses, iterations=2), world, options, seconds=240.0)
     for one, other in zip(plain, run_ranks(in_chunks, world, options, seconds=240.0), strict=True):
         assert other["first"].loss == pytest.approx(one["first"].loss, rel=1e-6)

@@ -15,7 +15,10 @@ OPTIONS = {
 
 
 #: Two pieces of a tile each; validations too.
-CP2 = {"context_parallel_size": 2, "seq_length": 512, "num_layers": 2, "eval_interval": 2, "eval_iters": 1}
+CP2 = {
+    "context_parallel_size": 2, "seq_length": 512, "num_layers": 2, "eval_interval": 2, "eval_iters": 1,
+    "global_batch_size": 2, "snip_trial_tokens": 1024,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.dist.helpers.harness import run_ranks
-from tests.dist.helpers.runs import LAYOUTS, counted_probe, trace, world_of
+from tests.dist.helpers.runs import DATA_PARALLEL, LAYOUTS, counted_probe, trace, world_of
 
 SMALL = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 2}
-ITERATIONS, PROBED = 3, {1, 3}
+ITERATIONS, PROBED = 2, {1, 2}
 #: NVFP4 has a scale of the whole tensor, for which tp's processes talk inside a cast.
 FOUR = {
     **SMALL, "num_layers": 2, "global_batch_size": 2, "tensor_model_parallel_size": 2,
@@ -32,6 +32,7 @@ def plain_of_four():
 )
 def test_probes_change_no_bit_of_a_run(layout, bf16):
     options, world = {**SMALL, **LAYOUTS[layout], "bf16": bf16}, world_of(layout)
+    options["global_batch_size"] = 2 * DATA_PARALLEL.get(layout, 1)
     plain, probed = (run_ranks(trace, world, options, ITERATIONS, when) for when in (set(), PROBED))
     of_loss = run_ranks(trace, world, options, ITERATIONS, PROBED, "", 0, False)
     for one, other in [*zip(plain, probed, strict=True), *zip(plain, of_loss, strict=True)]:
@@ -83,7 +84,9 @@ def test_a_process_that_holds_the_embedding_alone_takes_part():
 def test_a_probe_holds_and_sends_what_its_footprint_says(layout):
     """Eight microbatches a process; a weight of 2048 output channels is measured by every second of them."""
     dp = 2 if "dp2" in layout else 1
-    options = {**SMALL, **LAYOUTS[layout], "ffn_hidden_size": 2048, "global_batch_size": 8 * dp, "bf16": True}
+    stages = (2 if "pp2" in layout else 1) * (2 if "interleaved" in layout else 1)  # of a block each
+    options = {**SMALL, **LAYOUTS[layout], "num_layers": stages}
+    options |= {"ffn_hidden_size": 2048, "global_batch_size": 8 * dp, "bf16": True}
     for found in run_ranks(counted_probe, world_of(layout), options):
         expected = found["expected"]
         assert found["held"] == expected.weight_errors > 0

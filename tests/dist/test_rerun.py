@@ -78,7 +78,7 @@ def test_a_fault_that_comes_once_leaves_no_trace(layout, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["one", "tp2 x pp2"])
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "tp2 x pp2"])  # four show what one does
 def test_bad_data_gives_the_same_again_and_counts(layout, tmp_path):
     trouble = Trouble("data", range(7, 8))
     more = {"train_iters": 9, "lr": 3e-3, "save_interval": 9, "spike_deviations": 2.0}
@@ -97,11 +97,11 @@ def test_bad_data_gives_the_same_again_and_counts(layout, tmp_path):
 @pytest.mark.dist
 def test_nan_that_stays_is_skipped_as_ever(tmp_path):
     layout, trouble = "tp2 x pp2", Trouble("backward", range(3, 5), 1)
-    ranks, rows = run(layout, tmp_path, trouble)
-    plain, plain_rows = run(layout, tmp_path, trouble, name="plain", rerun_mode="disabled")
+    ranks, rows = run(layout, tmp_path, trouble, train_iters=5)
+    plain, plain_rows = run(layout, tmp_path, trouble, name="plain", rerun_mode="disabled", train_iters=5)
     assert_equal(ranks, plain)
-    assert without_rerun(rows) == plain_rows and [row["skipped"] for row in rows] == [0, 0, 1, 2, 2, 2, 2, 2]
-    assert [row.get("rerun/reruns") for row in rows] == [None, None, 1, 2, None, None, None, None]
+    assert without_rerun(rows) == plain_rows and [row["skipped"] for row in rows] == [0, 0, 1, 2, 2]
+    assert [row.get("rerun/reruns") for row in rows] == [None, None, 1, 2, None]
 
 
 @pytest.mark.dist

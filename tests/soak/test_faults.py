@@ -26,8 +26,8 @@ SOME = ["rank", "pause", "bit", "second run"]
     ids=["some", "every kind"],
 )
 def test_faults_lose_nothing(tmp_path, monkeypatch, kinds, faults, each, options):
-    # a preflight would take a fifth of the time, at every start
-    monkeypatch.setattr(run, "OPTIONS", {**OPTIONS, "preflight": False, **options})
+    # a preflight at every start, and trials of 8192 tokens, would take most of the time
+    monkeypatch.setattr(run, "OPTIONS", {**OPTIONS, "preflight": False, "snip_trial_tokens": 256, **options})
     report = run.soak(forked, tmp_path / "soak", faults=faults, seed=2, each=each, kinds=kinds)
     assert report.good, report.to_markdown()
     assert len(report.outcomes) == faults and {outcome.kind for outcome in report.outcomes} == set(kinds)
@@ -40,7 +40,7 @@ def test_faults_lose_nothing(tmp_path, monkeypatch, kinds, faults, each, options
 def test_the_instrument_sees_what_it_looks_for(tmp_path, monkeypatch):
     """A shard of another iteration, which a loader without checks takes for this one."""
     # saved at once, so that there are two checkpoints when the fault falls
-    monkeypatch.setattr(run, "OPTIONS", {**OPTIONS, "train_iters": 14, "async_save": False})
+    monkeypatch.setattr(run, "OPTIONS", {**OPTIONS, "train_iters": 14, "async_save": False, "snip_trial_tokens": 256})
     report = run.soak(careless, tmp_path / "soak", faults=1, seed=5, each=1, kinds=["shard"])
     (outcome,) = report.outcomes
     assert outcome.silent and not report.good

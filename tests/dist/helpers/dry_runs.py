@@ -32,6 +32,7 @@ def real_counts(options: dict[str, Any]) -> list[tuple[Counter[Any], int]]:
 
     Neither leaves tensors in circles.
     """
+    gc.freeze()  # else each look for garbage goes through all of torch's objects
     tracker, found = Tracker(), []
     with tracker:
         parts, runs = _runs(options)

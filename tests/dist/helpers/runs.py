@@ -32,7 +32,7 @@ TINY = {
     "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "seq_length": 128,
     "vocab_size": 512, "untie_embeddings_and_output_weights": True, "micro_batch_size": 1,
     "global_batch_size": 4, "train_iters": 20, "lr": 2e-3, "lr_warmup_iters": 4, "mock_data": True,
-    "snip_probe_tokens": 1,
+    "snip_probe_tokens": 1, "snip_trial_tokens": 256,  # trials of 8192 tokens would take longer than all else
 }  # fmt: skip
 #: Options of each kind of model over TINY's.
 MODELS = {
