@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 import megatron_snip
 from megatron_snip.errors import UserError
 from megatron_snip.files.json import Finite, Text, checked
-from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve
+from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, keeps, solve
 from megatron_snip.snip.plan.program import Limit, Terms
 
 #: Seconds beyond the solve's time limit until child and parent give up, for startup, I/O and a busy machine.
@@ -131,15 +131,8 @@ class SolveRequest(Terms):
         return 1.0
 
     def keeps(self, choice: NDArray[np.int64]) -> bool:
-        """Whether a plan [L] keeps all limits and reaches the target, in total or per stage."""
-        if not all(limit.holds(choice) for limit in self.limits):
-            return False
-        saved, target = self.efficiency[np.arange(len(choice)), choice], self.target * (1 - 1e-9)
-        if self.stage is None or self.time is not None:
-            return bool(saved.sum() >= target)
-        free = self.efficiency if self.reserved is None else self.efficiency[:, ~self.reserved]
-        stages = [self.stage == stage for stage in np.unique(self.stage)]
-        return all(saved[here].sum() >= target * free[here].max(axis=1).sum() for here in stages)
+        """See ``ilp.keeps``."""
+        return keeps(self, choice)
 
     def solve(self) -> Solution:
         """Solve in this process; see ``ilp.solve``."""
