@@ -19,7 +19,7 @@ from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import Plan, build_plan
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
-from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
+from megatron_snip.snip.predict.objectives import ObjectiveInputs, base_option, get_objective, quality_loss
 
 BASELINES = ("abs_err", "rel_err", "layer_id", "layer_type")
 POINTS = 21  # plans on the frontier
@@ -37,13 +37,14 @@ def ask(
     seed: int = 0,
     current: Plan | None = None,
 ) -> tuple[SolveRequest, NDArray[np.int64]]:
-    """The solver's request, and the options [L] at which linears are held, as `quality_loss` says.
+    """The solver's request, and the options [L] at which linears are held: the base of the free ones, or -1.
 
     stats: None for an objective that needs none.  objective: by default --snip-objective.  seed: for "random".
     Raises UserError if the objective cannot be computed.
     """
     inputs = ObjectiveInputs(shapes, choices.options, stats, snip.snip_weight, seed)
-    quality, held = quality_loss(objective or snip.snip_objective, inputs)
+    quality, bad = quality_loss(objective or snip.snip_objective, inputs)
+    held = np.where(bad, base_option(choices.free), -1)
     now = current.linears if current else None
     return solve_request(snip, shapes, choices, quality, times=times, held=held, current=now), held
 

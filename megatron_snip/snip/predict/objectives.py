@@ -82,17 +82,16 @@ def get_objective(name: str) -> Objective:
     return OBJECTIVES[name]
 
 
-def quality_loss(objective: str, inputs: ObjectiveInputs) -> tuple[Floats, NDArray[np.int64]]:
-    """Q [L, O] of a named objective, and the option [L] at which to hold a linear: -1 for most.
+def quality_loss(objective: str, inputs: ObjectiveInputs) -> tuple[Floats, NDArray[np.bool_]]:
+    """Q [L, O] of a named objective, and which linears [L] have statistics that are not finite; their rows are zero.
 
-    Linears with statistics that are not finite are held at the base option; their rows are zero.
     Raises UserError for an unknown name, and errors of the objective itself.
     """
-    values, base = get_objective(objective).compute(inputs), base_option(inputs.options)
-    values = values - values[:, [base]]
+    values = get_objective(objective).compute(inputs)
+    values = values - values[:, [base_option(inputs.options)]]
     unknown = inputs.stats.not_finite if inputs.stats else ()  # rules ignore statistics
     bad = np.isnan(values.sum(axis=1)) | np.array([shape.name in unknown for shape in inputs.shapes])
-    return np.where(bad[:, None], 0.0, values), np.where(bad, base, -1)
+    return np.where(bad[:, None], 0.0, values), bad
 
 
 def _loss(stats: Statistics) -> float:
