@@ -254,7 +254,8 @@ def trade_off(planner: Planner, rows: dict[str, dict[str, Any]], points: Sequenc
     heads = ("plan", "saved", "quality loss", "of the bound", "predicted loss divergence, nats")
     cells = [
         [name, f"{row['saved']:.1%}", number(row["quality_loss"]),
-         f"{row['quality_loss'] / row['bound']:.2f}" if row["bound"] else "", number(row["loss_divergence"])]
+         f"{row['quality_loss'] / row['bound']:.2f}" if row["bound"] else "",
+         "-" if row["loss_divergence"] is None else number(row["loss_divergence"])]
         for name, row in rows.items()
     ]  # fmt: skip
     return Section("Trade-off", WHAT_QUALITY_IS, [figure], html_table(heads, cells))

@@ -186,6 +186,15 @@ def test_without_updates_there_are_plans_by_the_loss(generate, finished_run, tmp
     )
 
 
+def test_a_rule_plans_formats_that_were_not_measured(generate, finished_run, tmp_path):
+    """Nothing predicts what its plans cost."""
+    without_updates(Statistics.load(finished_run / "stats/iter_0000003.json")).save(tmp_path / "loss.json")
+    words = "--snip-objective", "layer_id", "--snip-options", "mxfp8,mxfp4"
+    said = generate(*words, stats=tmp_path / "loss.json")
+    assert [re.split(r"  +", row)[2] for row in said.splitlines()[1:6]] == ["-"] * 5
+    assert (tmp_path / "plans/pareto.html").is_file()
+
+
 def test_words_of_the_authors_workflow(finished_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--snip-target", "0.75", "--num-random", "5", "--random-seed", "0"]
