@@ -119,9 +119,8 @@ class Sensitivity:
 
 def indexed(data: Path) -> str | None:
     """The prefix of the indexed dataset that --data names, by its prefix or one of its files; None for text."""
-    if data.with_suffix(".idx").is_file() and data.suffix in ("", ".bin", ".idx"):
-        return str(data.with_suffix("")) if data.suffix else str(data)
-    return str(data) if Path(f"{data}.idx").is_file() else None
+    within = [str(data.with_suffix(""))] if data.suffix in (".bin", ".idx") else []
+    return next((prefix for prefix in (*within, str(data)) if Path(f"{prefix}.idx").is_file()), None)
 
 
 def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
