@@ -240,6 +240,7 @@ class Snip:
             raise UserError(f"solve: {what}; options are {', '.join(_SOLVED_BY)}")
         share = 0.75 if target is None else float(target)
         snip = dataclasses.replace(self._options, snip_target=share, snip_max_loss=max_loss, **named)
+        snip = dataclasses.replace(snip, snip_options=device_options(snip.snip_options, self._probe.device))
         if not isinstance(snip.snip_trials, int) or snip.snip_trials < 0:
             raise UserError(f"solve: trials is {snip.snip_trials!r}; give a number of forward passes, 0 or more")
         losses, propose = check_held_out(held_out), None
