@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_snip.config import Config, SnipConfig
 from megatron_snip.quant import LinearShape
@@ -17,6 +16,7 @@ from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve_pareto
 from megatron_snip.snip.plan.options import Choices, check_choices, read_times, solve_request
 from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import Plan, build_plan
+from megatron_snip.snip.plan.program import Ints
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, base_option, get_objective, quality_loss
@@ -36,7 +36,7 @@ def ask(
     objective: str | None = None,
     seed: int = 0,
     current: Plan | None = None,
-) -> tuple[SolveRequest, NDArray[np.int64]]:
+) -> tuple[SolveRequest, Ints]:
     """The solver's request, and the options [L] at which linears are held: the base of the free ones, or -1.
 
     stats: None for an objective that needs none.  objective: by default --snip-objective.  seed: for "random".

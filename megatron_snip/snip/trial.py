@@ -29,7 +29,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_snip.errors import UserError
@@ -39,12 +38,12 @@ from megatron_snip.snip.measure.probe import ProbedLinear
 from megatron_snip.snip.plan.cost import achieved
 from megatron_snip.snip.plan.ilp import Solution
 from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, TrialRecord, TriedRecord
+from megatron_snip.snip.plan.program import Ints
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 
 LOGGER = logging.getLogger("megatron_snip")
-Ints = NDArray[np.int64]
 
 #: A plan must measure better by this many standard errors.
 CERTAIN = 2.0

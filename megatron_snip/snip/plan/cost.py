@@ -34,15 +34,13 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import shown
 from megatron_snip.files.json import Count, JsonFileError, Text, checked, in_file, read_json, write_atomic
 from megatron_snip.formats import format_names, get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
-
-Floats = NDArray[np.float64]
+from megatron_snip.snip.plan.program import Floats, Ints
 
 GRANULARITIES = ("linear", "gemm", "fused")
 #: What ``efficiency`` counts: the share of FLOPs in FP4, or modelled GEMM time; and the names of both in plan files.
@@ -193,19 +191,19 @@ def linear_options(formats: Iterable[str], granularity: str = "gemm") -> list[Li
     return list(dict.fromkeys(options))
 
 
-def fused_ties(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
+def fused_ties(shapes: Sequence[LinearShape]) -> Ints:
     """``Terms.ties`` for granularity "fused", [L]: linears with a common input share an id."""
     readers = Counter(shape.reads for shape in shapes if shape.reads)
     ids = {reads: number for number, reads in enumerate(reads for reads, count in readers.items() if count > 1)}
     return np.array([ids.get(shape.reads, -1) for shape in shapes], dtype=np.int64)
 
 
-def stages(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
+def stages(shapes: Sequence[LinearShape]) -> Ints:
     """``Terms.stage``, [L]."""
     return np.array([shape.stage for shape in shapes], dtype=np.int64)
 
 
-def gemm_flops(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
+def gemm_flops(shapes: Sequence[LinearShape]) -> Ints:
     """[L, 3]: FLOPs per token of every GEMM of every linear, in the order of GEMMS."""
     return np.array([[shape.gemm_flops] * len(GEMMS) for shape in shapes], dtype=np.int64)
 

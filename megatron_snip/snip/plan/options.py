@@ -16,7 +16,6 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
@@ -33,12 +32,11 @@ from megatron_snip.snip.plan.cost import (
     stages,
 )
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, check_target
-from megatron_snip.snip.plan.program import Limit
+from megatron_snip.snip.plan.program import Bools, Floats, Ints, Limit
 from megatron_snip.snip.plan.recipes import RECIPES_WORD, is_recipes, recipe_options
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.objectives import get_objective
 
-Ints = NDArray[np.int64]
 #: Values of --snip-options auto: formats of tensor cores that read block scales themselves, and the default elsewhere.
 BLOCK_SCALED, AUTO = "mxfp8,nvfp4", "fp8,fp4"
 
@@ -54,7 +52,7 @@ class Choices:
     options: tuple[LinearPrecision, ...]
     ties: Ints | None
     fixed: Ints
-    reserved: NDArray[np.bool_]
+    reserved: Bools
     measure: str
 
     @property
@@ -233,7 +231,7 @@ def solve_request(
     snip: SnipConfig,
     shapes: Sequence[LinearShape],
     choices: Choices,
-    quality_loss: NDArray[np.float64],
+    quality_loss: Floats,
     *,
     times: GemmTimes = NOMINAL,
     held: Ints | None = None,
@@ -266,7 +264,8 @@ def solve_request(
 
 def _stage_constraint(snip: SnipConfig, shapes: Sequence[LinearShape]) -> str:
     """The constraint on each stage: none, each or makespan."""
-    return snip.stage_constraint(len({shape.stage for shape in shapes}))
+    auto = "each" if len({shape.stage for shape in shapes}) > 1 else "none"
+    return auto if snip.snip_stage_constraint == "auto" else snip.snip_stage_constraint
 
 
 def _with_held(choices: Choices, held: Ints) -> Ints:
@@ -277,7 +276,7 @@ def _with_held(choices: Choices, held: Ints) -> Ints:
     return fixed
 
 
-def changed_gemms(options: Sequence[LinearPrecision]) -> NDArray[np.float64]:
+def changed_gemms(options: Sequence[LinearPrecision]) -> Floats:
     """[O, O]: share of a linear's three GEMMs whose format differs between two options."""
     return np.array(
         [[sum(getattr(a, gemm) != getattr(b, gemm) for gemm in GEMMS) / len(GEMMS) for b in options] for a in options]

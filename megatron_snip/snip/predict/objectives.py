@@ -26,11 +26,9 @@ from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.quant.linears.operands import REDUCTION_DIM
-from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.measure.statistics import Floats, Statistics
 from megatron_snip.snip.plan.cost import efficiency
 from megatron_snip.snip.predict.divergence import loss_divergence, weight_divergence
-
-Floats = NDArray[np.float64]
 
 BASE = LinearPrecision.uniform("fp8")
 #: For rule "layer_type", in the order in which kinds lose precision.  A rule of thumb, not a measurement: down's input
