@@ -36,7 +36,7 @@ from megatron_snip.mesh import Mesh
 from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.measure.probe import ProbedLinear
 from megatron_snip.snip.plan.cost import achieved
-from megatron_snip.snip.plan.ilp import Solution
+from megatron_snip.snip.plan.ilp import Solution, keeps
 from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, TrialRecord, TriedRecord
 from megatron_snip.snip.plan.program import Ints
 from megatron_snip.snip.plan.solver import SolveRequest
@@ -309,27 +309,24 @@ def first_plans(
 
     Rules are solved lazily, because most trials end with the first plan.
     """
-
-    def named(name: str, plan: Plan, objective: str) -> tuple[str, Plan]:
-        return name, dataclasses.replace(plan, achieved=achieved(shapes, plan.linears), objective=objective)
-
     column = {option: index for index, option in enumerate(options)}
-    yield named("solver", solved, solved.objective)
+    yield "solver", solved
     if in_force is not None:
         choice = [column.get(in_force.linears[shape.name], -1) for shape in shapes]
-        if min(choice) >= 0 and request.keeps(np.array(choice)):
-            yield named("in_force", in_force, in_force.objective)
+        if min(choice) >= 0 and keeps(request, np.array(choice)):
+            yield "in_force", in_force
     lowest = _lowest(request)
     if all(limit.holds(lowest) for limit in request.limits):
-        everywhere = {shape.name: options[option] for shape, option in zip(shapes, lowest, strict=True)}
-        yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=UNSOLVED), "lowest")
+        linears = {shape.name: options[option] for shape, option in zip(shapes, lowest, strict=True)}
+        about = {"achieved": achieved(shapes, linears), "objective": "lowest", "solver": UNSOLVED}
+        yield "lowest", dataclasses.replace(solved, linears=linears, **about)
     for rule in ("layer_id", "layer_type"):
         try:
             quality, _ = quality_loss(rule, ObjectiveInputs(shapes, options))
             solution = dataclasses.replace(request, quality_loss=quality, current=None, churn=0.0).solve()
         except UserError:  # a rule that knows nothing of these linears
             continue
-        yield named(rule, plan_of(solution), rule)
+        yield rule, dataclasses.replace(plan_of(solution), objective=rule)
 
 
 def _lowest(request: SolveRequest) -> Ints:

@@ -6,7 +6,6 @@ child solves exactly the same matrices.
 
 The child ends when it is done, when stdin closes or its parent is gone (checked every half second), or on its own
 alarm.  The parent ends it in ``result`` and ``cancel``, which always reap it.
-Only tests and this module's own process use ``command``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 import megatron_snip
 from megatron_snip.errors import UserError
 from megatron_snip.files.json import Finite, Text, checked
-from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, keeps, solve
+from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, check_target, solve
 from megatron_snip.snip.plan.program import Limit, Terms
 
 #: Seconds beyond the solve's time limit until child and parent give up, for startup, I/O and a busy machine.
@@ -129,10 +128,6 @@ class SolveRequest(Terms):
         except InfeasibleTarget as error:
             return max(0.0, error.reachable * (1 - 1e-9))
         return 1.0
-
-    def keeps(self, choice: NDArray[np.int64]) -> bool:
-        """See ``ilp.keeps``."""
-        return keeps(self, choice)
 
     def solve(self) -> Solution:
         """Solve in this process; see ``ilp.solve``."""
