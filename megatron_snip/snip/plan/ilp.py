@@ -80,8 +80,6 @@ def solve(terms: Terms) -> Solution:
     """
     begin = clock.perf_counter()
     program = checked(terms)
-    if not terms.gap >= 0:
-        raise UserError(f"gap is {terms.gap}, but must be 0 or more")
     _check_reachable(program)
     effort = Effort(terms.gap, terms.node_limit, terms.time_limit, begin)
     rows, makespan, status = _rows(program), None, "optimal"
