@@ -317,9 +317,9 @@ def first_plans(
             yield "in_force", in_force
     lowest = _lowest(request)
     if all(limit.holds(lowest) for limit in request.limits):
-        linears = {shape.name: options[option] for shape, option in zip(shapes, lowest, strict=True)}
-        about = {"achieved": achieved(shapes, linears), "objective": "lowest", "solver": UNSOLVED}
-        yield "lowest", dataclasses.replace(solved, linears=linears, **about)
+        low = {shape.name: options[option] for shape, option in zip(shapes, lowest, strict=True)}
+        saved = achieved(shapes, low)
+        yield "lowest", dataclasses.replace(solved, linears=low, achieved=saved, objective="lowest", solver=UNSOLVED)
     for rule in ("layer_id", "layer_type"):
         try:
             quality, _ = quality_loss(rule, ObjectiveInputs(shapes, options))
