@@ -282,15 +282,6 @@ def test_plans_travel_by_file(mixed, tmp_path):
     assert snip.solve(0.5, granularity="gemm", fix="blocks.0=fp8").linears["blocks.0"] == LinearPrecision.uniform("fp8")
 
 
-def test_auto_means_the_same_in_attach_and_in_solve(mixed, monkeypatch):
-    """As on Blackwell, whose tensor cores take other formats than the default."""
-    monkeypatch.setattr("megatron_snip.snip.plan.options.check_linear", lambda *_: None)
-    snip = attach(mixed)
-    snip.probe(lambda: loss_of(mixed))
-    plan = snip.solve(0.5, options="auto", granularity="linear")
-    assert set(map(str, plan.linears.values())) == {"mxfp8", "nvfp4"}
-
-
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
