@@ -151,7 +151,7 @@ def quantize(
     """Codes and scales of ``x`` [R, C].  Arguments and errors are those of ``fake_quantize``."""
     form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
     if not form.fmt.quantised:
-        return _unquantised(x, form.fmt)
+        return Quantized(x, torch.ones((1, 1), device=x.device), form.fmt, (max(x.shape[0], 1), max(x.shape[1], 1)))
     return quantized(cast(x, [form.held("codes")], amax=amax, count=True)[0])
 
 
@@ -211,8 +211,3 @@ def fake_quantize(
     if not form.fmt.quantised:
         return x
     return cast(x, [form], amax=amax)[0].data
-
-
-def _unquantised(x: Tensor, fmt: Format) -> Quantized:
-    """An unquantised operand [R, C], with one scale of 1 for all of it."""
-    return Quantized(x, torch.ones((1, 1), device=x.device), fmt, (max(x.shape[0], 1), max(x.shape[1], 1)))

@@ -70,11 +70,6 @@ class Choices:
 LIMITS: tuple[Callable[[SnipConfig, Sequence[LinearShape], Choices], Sequence[Limit]], ...] = ()
 
 
-def limits_of(snip: SnipConfig, shapes: Sequence[LinearShape], choices: Choices) -> tuple[Limit, ...]:
-    """All limits that the options ask for."""
-    return tuple(limit for make in LIMITS for limit in make(snip, shapes, choices))
-
-
 def measure_of(options: Sequence[LinearPrecision], unit: str = "auto") -> str:
     """The unit of a target, from --snip-target-unit and what a linear may pick.
 
@@ -257,7 +252,7 @@ def solve_request(
         reserved=choices.reserved if choices.reserved.any() else None,
         current=now if snip.snip_churn > 0 else None,
         churn=snip.snip_churn * changed_gemms(choices.options) if snip.snip_churn > 0 else 0.0,
-        limits=limits_of(snip, shapes, choices),
+        limits=tuple(limit for make in LIMITS for limit in make(snip, shapes, choices)),
     )
     return request if snip.snip_max_loss is None else replace(request, target=request.most())
 

@@ -92,16 +92,11 @@ def quality_loss(objective: str, inputs: ObjectiveInputs) -> tuple[Floats, NDArr
     return np.where(bad[:, None], 0.0, values), bad
 
 
-def _loss(stats: Statistics) -> float:
-    """L0.  Raises UserError unless it is positive."""
-    if not (np.isfinite(stats.loss) and stats.loss > 0):
-        raise UserError(f"loss of the probe at iteration {stats.iteration} is {stats.loss}; it must be above 0")
-    return stats.loss
-
-
 def _snip(inputs: ObjectiveInputs) -> Floats:
     stats = inputs.measured()
-    values = loss_divergence(stats, inputs.options) / _loss(stats)
+    if not (np.isfinite(stats.loss) and stats.loss > 0):
+        raise UserError(f"loss of the probe at iteration {stats.iteration} is {stats.loss}; it must be above 0")
+    values = loss_divergence(stats, inputs.options) / stats.loss
     if inputs.update_weight > 0:
         values = values + inputs.update_weight / 2 * weight_divergence(stats, inputs.options)
     return values
