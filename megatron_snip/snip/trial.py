@@ -24,7 +24,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from megatron_snip.errors import UserError
 from megatron_snip.mesh import Mesh
-from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape, StepContext
+from megatron_snip.quant import LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.measure.probe import ProbedLinear
 from megatron_snip.snip.plan.cost import achieved
 from megatron_snip.snip.plan.ilp import Solution, keeps
@@ -48,14 +48,9 @@ LOGGER = logging.getLogger("megatron_snip")
 #: A plan must measure better by this many standard errors.
 CERTAIN = 2.0
 _BF16 = StepContext(precision=LinearPrecision.uniform("bf16"))
-
-
-class TrialRunner(Protocol):
-    """Runs the trial's tokens forward."""
-
-    def __call__(self, context: StepContext = PLAIN) -> Tensor:
-        """Losses [T] of this rank's tokens, float32 nats; empty on ranks without the loss."""
-        ...
+#: Runs the trial's tokens forward, by default in the linears' own precision, or in a `StepContext`: losses [T] of this
+#: rank's tokens, float32 nats; empty on ranks without the loss.
+TrialRunner = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
