@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if config.training.micro_batch_size < 1:
         raise UserError(f"--micro-batch-size is {config.training.micro_batch_size}; give 1 or more")
     check_output("--output", output)
-    times = profile(config, own.formats.split(","), own.repeats, own.warmup)
+    times = profile(config, [name.strip() for name in own.formats.split(",")], own.repeats, own.warmup)
     times.save(output)
     assert times.times is not None
     print(f"{own.output}: GEMM times of {times.hardware}, BF16 = 1 on average")

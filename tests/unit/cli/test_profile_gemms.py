@@ -80,7 +80,7 @@ def test_gemms_are_measured_one_at_a_time(monkeypatch):
 
 def test_what_cannot_run_is_said(tmp_path, capsys):
     words = ["--output", str(tmp_path / "t.json"), "--repeats", "1", *MODEL]
-    assert main([*words, "--formats", "fp8,fp9", "--linear-impl", "emulated"]) == 0
+    assert main([*words, "--formats", "fp8, fp9", "--linear-impl", "emulated"]) == 0
     assert "left out: fprop: unknown format 'fp9'" in capsys.readouterr().err
     assert main([*words, "--linear-impl", "scaled_mm"]) == 2
     said = capsys.readouterr().err
