@@ -239,7 +239,7 @@ def generate(
     write_atomic(output_dir / "pareto.html", page("Plans", str(output_dir), facts, [], sections))
     bad = planner.stats.not_finite
     held = f"\nheld at the base option, as statistics are not finite: {', '.join(bad)}" if bad else ""
-    left = [name for name in BASELINES if name not in planner.baselines]
+    left = [name for name in BASELINES if name not in (*planner.baselines, "layer_type")]
     why = f"\nno {' and '.join(left)}: these statistics cover only fprop's operands; {WHERE_UPDATES}" if left else ""
     return table(rows, objective, planner.choices.measure) + held + why + (f"\n{said}" if said else "")
 

@@ -72,8 +72,9 @@ class Planner:
 
     @property
     def baselines(self) -> list[str]:
-        """Baselines for which these statistics suffice; some probes measure only fprop's operands."""
-        return [name for name in BASELINES if self.stats.has_updates or not get_objective(name).needs_operands]
+        """Baselines for which these statistics suffice; some probes measure only fprop's operands, or unknown kinds."""
+        found = [name for name in BASELINES if self.stats.has_updates or not get_objective(name).needs_operands]
+        return [name for name in found if name != "layer_type" or all(shape.kind for shape in self.shapes)]
 
     def request(self, objective: str, seed: int = 0) -> SolveRequest:
         """The solver's request for an objective."""
