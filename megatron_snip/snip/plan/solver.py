@@ -40,12 +40,8 @@ _PARENT_CHECK_SECONDS = 0.5
 _MOST_KEPT = 1 << 24  # bytes of a child's output
 
 
-class SolverTimeout(RuntimeError):
-    """The answer did not come in time, and the child was killed."""
-
-
 class SolverFailed(RuntimeError):
-    """The child died, could not start, or gave an invalid answer."""
+    """The child died, could not start, gave no answer in time, or an invalid one."""
 
 
 class SolverKilled(SolverFailed):
@@ -181,7 +177,7 @@ class BackgroundSolver:
     def result(self, timeout: float | None = None) -> Solution:
         """The solution.  Waits up to ``timeout`` seconds, never beyond time_limit + GRACE_SECONDS.
 
-        Raises SolverTimeout if there is none by then (the child is killed; a late answer is dropped), SolverFailed,
+        Raises SolverFailed, also if there is none by then (the child is killed; a late answer is dropped),
         InfeasibleTarget, or the UserError of ``ilp.solve``.  Later calls repeat the outcome.
         """
         if self._outcome is None:
@@ -209,7 +205,7 @@ class BackgroundSolver:
             code = self._child.wait(seconds)
         except subprocess.TimeoutExpired:
             self._end()
-            return SolverTimeout(f"the solver gave no answer within {seconds:.1f} seconds and was ended")
+            return SolverFailed(f"the solver gave no answer within {seconds:.1f} seconds and was ended")
         output, errors = self._output.text(), self._errors.text()
         self._end()
         if code != 0:
