@@ -240,6 +240,7 @@ class Snip:
             raise UserError(f"solve: {what}; options are {', '.join(_SOLVED_BY)}")
         share = 0.75 if target is None else float(target)
         snip = dataclasses.replace(self._options, snip_target=share, snip_max_loss=max_loss, **named)
+        snip = dataclasses.replace(snip, snip_options=device_options(snip.snip_options, self._probe.device))
         if not isinstance(snip.snip_trials, int) or snip.snip_trials < 0:
             raise UserError(f"solve: trials is {snip.snip_trials!r}; give a number of forward passes, 0 or more")
         losses, propose = check_held_out(held_out), None
@@ -305,16 +306,16 @@ class Snip:
             self._forget_forwards()
         if best is None and self._mesh.rank == 0:
             LOGGER.warning(f"update {self.iteration}: the trial failed, keeping the current plan: {why}")
-        return best or self.plan or self._unplanned()
-
-    def _unplanned(self) -> Plan:
-        """The plan of the linears before the first solve: all BF16."""
-        return Plan.by_hand(dict.fromkeys(self.linears, PLAIN_PRECISION), self.shapes, iteration=self.iteration)
+        unplanned = dict.fromkeys(self.linears, PLAIN_PRECISION)
+        return best or self.plan or Plan.by_hand(unplanned, self.shapes, iteration=self.iteration)
 
     def _forget_forwards(self) -> None:
         """Free what a forward without backward leaves: parameters gathered by FSDP2, and casts of weights."""
         for module in _fsdp(self.model):
             module.reshard()
+        self._forget_casts()
+
+    def _forget_casts(self) -> None:
         for linear in self.linears.values():
             if linear.casts is not None:
                 linear.casts.clear()
@@ -340,8 +341,7 @@ class Snip:
         self.lengths.clear()
         for linear in self.linears.values():
             linear.rows_seen = 0
-            if linear.casts is not None:
-                linear.casts.clear()
+        self._forget_casts()
 
     def detach(self) -> None:
         """Restore the model's original linears.  Weights stay as they are."""

@@ -287,12 +287,6 @@ class SnipConfig:
     snip_guard_patience: int = 5  # Bad iterations in a row (spike or no update) before it falls back.
     snip_bf16_eval_interval: int = 0  # Iterations between BF16 forwards that measure the loss divergence; 0: none.
 
-    def stage_constraint(self, stages: int) -> str:
-        """Resolve --snip-stage-constraint for a number of stages: none, each or makespan."""
-        if self.snip_stage_constraint == "auto":
-            return "each" if stages > 1 else "none"
-        return self.snip_stage_constraint
-
 
 @dataclass(frozen=True)
 class DryRunConfig:

@@ -119,9 +119,8 @@ class Sensitivity:
 
 def indexed(data: Path) -> str | None:
     """The prefix of the indexed dataset that --data names, by its prefix or one of its files; None for text."""
-    if data.with_suffix(".idx").is_file() and data.suffix in ("", ".bin", ".idx"):
-        return str(data.with_suffix("")) if data.suffix else str(data)
-    return str(data) if Path(f"{data}.idx").is_file() else None
+    within = [str(data.with_suffix(""))] if data.suffix in (".bin", ".idx") else []
+    return next((prefix for prefix in (*within, str(data)) if Path(f"{prefix}.idx").is_file()), None)
 
 
 def tokenised(data: Path, kind: str, model: str, folder: Path) -> str:
@@ -218,10 +217,9 @@ def measure(config: Config, parts: Parts, batch: Batches, iteration: int, batche
     """Statistics of each batch.  Every rank must call it.  May raise ProbeFailed, on every rank."""
     assert parts.coordinator is not None
     probe, found, begin = parts.coordinator.probe, [], time.perf_counter()
-    microbatches = config.training.global_batch_size // (config.training.micro_batch_size * parts.mesh.dp.size)
     bar = tqdm(
-        total=batches * microbatches * len(probe.linears), desc="probe", unit="linear", leave=False,
-        disable=parts.mesh.rank > 0, mininterval=1.0 if sys.stderr.isatty() else 10.0,
+        total=batches * config.num_microbatches(parts.mesh.dp.size) * len(probe.linears), desc="probe", unit="linear",
+        leave=False, disable=parts.mesh.rank > 0, mininterval=1.0 if sys.stderr.isatty() else 10.0,
     )  # fmt: skip
     probe.progress = bar.update
     try:

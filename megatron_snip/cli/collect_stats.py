@@ -107,11 +107,8 @@ def prepare(config: Config, start: Start, batches: int, *, updates: bool = True)
     return parts, batch, start.iteration + 1
 
 
-def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
-    """Build the run from its checkpoint, and probe.  Returns the statistics, and whether this rank writes them.
-
-    Every rank must call it.  Raises UserError for bad input.
-    """
+def collect(config: Config, start: Start) -> Statistics:
+    """Build the run from its checkpoint, and probe.  Every rank must call it.  Raises UserError for bad input."""
     size = config.training.batch_size(start.state["consumed_samples"] if start.state else 0)
     batches = batches_of(config.snip, size * config.model.seq_length)
     parts, batch, iteration = prepare(config, start, batches)
@@ -131,7 +128,7 @@ def collect(config: Config, start: Start) -> tuple[Statistics, bool]:
     finally:
         parts.train_loader.close()
     LOGGER.info(f"probed {probe.seen} tokens: loss {stats.loss:.4f}, {time.perf_counter() - begin:.1f} s")
-    return stats, parts.mesh.rank == 0
+    return stats
 
 
 def write(stats: Statistics, output: Path, load: Path) -> None:
@@ -152,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = Path(own.output)
     check_output("--output", output)
     config, start = with_saved_options(rest, ("model", "training", "data", "snip"))
-    stats, writes = collect(config, start)
-    if writes:
+    stats = collect(config, start)
+    if runtime.environment_rank() == 0:
         write(stats, output, Path(config.checkpoint.load or ""))
     runtime.stop()

@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_output("--output", path)
     if run_dir is not None and start.state is not None:
         check_trackers(tracked(start.state))
-    before = known(path, start.iteration, model_of(start))
+    known(path, start.iteration, model_of(start))
     config, plan = plan_of(own.plan, config, start)
     config, given = check(config, runtime.environment_world_size())  # the plan of --precision plan
     plan, config = plan or given, config.with_defaults()
@@ -337,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # printed first, in case something fails below
         heads, rows = score_rows([Evaluation(start.iteration, {precision: scores})])
         print(f"{aligned([heads, *rows])}\n\n{path}", flush=True)
-        evaluation = before.with_scores(precision, scores)
+        evaluation = known(path, start.iteration, model_of(start)).with_scores(precision, scores)  # as it is by now
         evaluation.save(path)
         if run_dir is not None:
             track(run_dir, start, evaluation.row(precision))

@@ -239,7 +239,7 @@ def generate(
     write_atomic(output_dir / "pareto.html", page("Plans", str(output_dir), facts, [], sections))
     bad = planner.stats.not_finite
     held = f"\nheld at the base option, as statistics are not finite: {', '.join(bad)}" if bad else ""
-    left = [name for name in BASELINES if name not in planner.baselines]
+    left = [name for name in BASELINES if name not in (*planner.baselines, "layer_type")]
     why = f"\nno {' and '.join(left)}: these statistics cover only fprop's operands; {WHERE_UPDATES}" if left else ""
     return table(rows, objective, planner.choices.measure) + held + why + (f"\n{said}" if said else "")
 
@@ -254,7 +254,8 @@ def trade_off(planner: Planner, rows: dict[str, dict[str, Any]], points: Sequenc
     heads = ("plan", "saved", "quality loss", "of the bound", "predicted loss divergence, nats")
     cells = [
         [name, f"{row['saved']:.1%}", number(row["quality_loss"]),
-         f"{row['quality_loss'] / row['bound']:.2f}" if row["bound"] else "", number(row["loss_divergence"])]
+         f"{row['quality_loss'] / row['bound']:.2f}" if row["bound"] else "",
+         "-" if row["loss_divergence"] is None else number(row["loss_divergence"])]
         for name, row in rows.items()
     ]  # fmt: skip
     return Section("Trade-off", WHAT_QUALITY_IS, [figure], html_table(heads, cells))

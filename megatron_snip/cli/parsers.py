@@ -160,13 +160,5 @@ def profile() -> Parser:
 
 #: Command -> its options, for help.
 PARSERS: Mapping[str, Callable[[], Parser]] = {
-    "probe": probe,
-    "plan": plan,
-    "show": show,
-    "analyse": analyse,
-    "export": export,
-    "convert": convert,
-    "evaluate": evaluate,
-    "report": report,
-    "profile": profile,
+    one.__name__: one for one in (probe, plan, show, analyse, export, convert, evaluate, report, profile)
 }

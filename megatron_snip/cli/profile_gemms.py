@@ -34,6 +34,7 @@ from megatron_snip.files.io import check_output
 from megatron_snip.model.spec import spec_of
 from megatron_snip.quant import GEMMS, Casts, LinearPrecision, RoundingKey, check_linear, quantized_linear
 from megatron_snip.snip.plan.cost import GemmTimes
+from megatron_snip.train.validate import check_ranges
 
 _KEY = RoundingKey(seed=1, iteration=2, stream=3)
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length")
@@ -82,7 +83,7 @@ def case(shard: Shard, tokens: int, fmt: str, gemm: str, impl: str, device: torc
         torch.randn(size, device=device).bfloat16()
         for size in ((tokens, shard.k), (shard.n, shard.k), (tokens, shard.n))
     )
-    precision, casts = LinearPrecision.parse(fmt), Casts()
+    precision, casts = LinearPrecision.uniform(fmt), Casts()
     impl = "emulated" if fmt == "bf16" else impl  # a plain GEMM, which not every implementation offers
 
     def forward() -> torch.Tensor:
@@ -161,7 +162,7 @@ def supported(formats: Sequence[str], impl: str, device: torch.device) -> list[s
         if fmt == "bf16":
             continue
         try:
-            check_linear(impl, LinearPrecision.parse(fmt), device)
+            check_linear(impl, LinearPrecision.uniform(fmt), device)
             able.append(fmt)
         except ValueError as error:
             print(f"left out: {error}", file=sys.stderr)
@@ -208,8 +209,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if own.repeats < 1 or own.warmup < 0:
         raise UserError(f"--repeats is {own.repeats}, --warmup {own.warmup}; give 1 or more, and 0 or more")
     config, output = parse(rest), Path(own.output)
+    check_ranges(config, "parallel")
+    if config.training.micro_batch_size < 1:
+        raise UserError(f"--micro-batch-size is {config.training.micro_batch_size}; give 1 or more")
     check_output("--output", output)
-    times = profile(config, own.formats.split(","), own.repeats, own.warmup)
+    times = profile(config, [name.strip() for name in own.formats.split(",")], own.repeats, own.warmup)
     times.save(output)
     assert times.times is not None
     print(f"{own.output}: GEMM times of {times.hardware}, BF16 = 1 on average")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_snip.formats import known as known  # registers its formats
 from megatron_snip.formats.element import NAN_CODE, Element
 from megatron_snip.formats.format import (
     E4M3_SCALES,
@@ -14,14 +15,9 @@ from megatron_snip.formats.format import (
     get_format,
     register,
 )
-from megatron_snip.formats.known import BF16, FP4, FP8, FP8_E5M2
 
 __all__ = [
-    "BF16",
     "E4M3_SCALES",
-    "FP4",
-    "FP8",
-    "FP8_E5M2",
     "NAN_CODE",
     "ROLES",
     "ROW",

@@ -58,7 +58,8 @@ def where_it_breaks(points: Sequence[Point]) -> str:
     over = next((point for point in points if _exceeds(point)), None)
     fails = ""
     if over is not None:
-        fails = f"{_measured(over)} measured are more than the {over.predicted:.3g} predicted"
+        measured = f"{over.increase:.3g} +- {over.error:.1g} nats measured"
+        fails = f"{measured} are more than the {over.predicted:.3g} predicted"
     first = points[0]
     whole = max(point.increase for point in points) - first.increase
     near = [(a, b) for a, b in combinations(points[1:], 2) if b.share - a.share <= WIDE]
@@ -72,10 +73,6 @@ def where_it_breaks(points: Sequence[Point]) -> str:
     if over is not None:
         return f"The curve breaks at {over.share:.1%}, where {fails}."
     return "The curve does not break: each plan costs what was predicted or less, and no step more than all before."
-
-
-def _measured(point: Point) -> str:
-    return f"{point.increase:.3g} +- {point.error:.1g} nats"
 
 
 def _exceeds(point: Point) -> bool:

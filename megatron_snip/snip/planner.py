@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_snip.config import Config, SnipConfig
 from megatron_snip.quant import LinearShape
@@ -17,9 +16,10 @@ from megatron_snip.snip.plan.ilp import InfeasibleTarget, Solution, solve_pareto
 from megatron_snip.snip.plan.options import Choices, check_choices, read_times, solve_request
 from megatron_snip.snip.plan.pending import Pending
 from megatron_snip.snip.plan.plan_file import Plan, build_plan
+from megatron_snip.snip.plan.program import Ints
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
-from megatron_snip.snip.predict.objectives import ObjectiveInputs, get_objective, quality_loss
+from megatron_snip.snip.predict.objectives import ObjectiveInputs, base_option, get_objective, quality_loss
 
 BASELINES = ("abs_err", "rel_err", "layer_id", "layer_type")
 POINTS = 21  # plans on the frontier
@@ -36,14 +36,15 @@ def ask(
     objective: str | None = None,
     seed: int = 0,
     current: Plan | None = None,
-) -> tuple[SolveRequest, NDArray[np.int64]]:
-    """The solver's request, and the options [L] at which linears are held, as `quality_loss` says.
+) -> tuple[SolveRequest, Ints]:
+    """The solver's request, and the options [L] at which linears are held: the base of the free ones, or -1.
 
     stats: None for an objective that needs none.  objective: by default --snip-objective.  seed: for "random".
     Raises UserError if the objective cannot be computed.
     """
     inputs = ObjectiveInputs(shapes, choices.options, stats, snip.snip_weight, seed)
-    quality, held = quality_loss(objective or snip.snip_objective, inputs)
+    quality, bad = quality_loss(objective or snip.snip_objective, inputs)
+    held = np.where(bad, base_option(choices.free), -1)
     now = current.linears if current else None
     return solve_request(snip, shapes, choices, quality, times=times, held=held, current=now), held
 
@@ -71,8 +72,9 @@ class Planner:
 
     @property
     def baselines(self) -> list[str]:
-        """Baselines for which these statistics suffice; some probes measure only fprop's operands."""
-        return [name for name in BASELINES if self.stats.has_updates or not get_objective(name).needs_operands]
+        """Baselines for which these statistics suffice; some probes measure only fprop's operands, or unknown kinds."""
+        found = [name for name in BASELINES if self.stats.has_updates or not get_objective(name).needs_operands]
+        return [name for name in found if name != "layer_type" or all(shape.kind for shape in self.shapes)]
 
     def request(self, objective: str, seed: int = 0) -> SolveRequest:
         """The solver's request for an objective."""

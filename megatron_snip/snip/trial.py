@@ -24,39 +24,33 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_snip.errors import UserError
 from megatron_snip.mesh import Mesh
-from megatron_snip.quant import PLAIN, LinearPrecision, LinearShape, StepContext
+from megatron_snip.quant import LinearPrecision, LinearShape, StepContext
 from megatron_snip.snip.measure.probe import ProbedLinear
 from megatron_snip.snip.plan.cost import achieved
-from megatron_snip.snip.plan.ilp import Solution
+from megatron_snip.snip.plan.ilp import Solution, keeps
 from megatron_snip.snip.plan.plan_file import UNSOLVED, Plan, TrialRecord, TriedRecord
+from megatron_snip.snip.plan.program import Ints
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import Predictions
 from megatron_snip.snip.predict.objectives import ObjectiveInputs, quality_loss
 
 LOGGER = logging.getLogger("megatron_snip")
-Ints = NDArray[np.int64]
 
 #: A plan must measure better by this many standard errors.
 CERTAIN = 2.0
 _BF16 = StepContext(precision=LinearPrecision.uniform("bf16"))
-
-
-class TrialRunner(Protocol):
-    """Runs the trial's tokens forward."""
-
-    def __call__(self, context: StepContext = PLAIN) -> Tensor:
-        """Losses [T] of this rank's tokens, float32 nats; empty on ranks without the loss."""
-        ...
+#: Runs the trial's tokens forward, by default in the linears' own precision, or in a `StepContext`: losses [T] of this
+#: rank's tokens, float32 nats; empty on ranks without the loss.
+TrialRunner = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -310,27 +304,24 @@ def first_plans(
 
     Rules are solved lazily, because most trials end with the first plan.
     """
-
-    def named(name: str, plan: Plan, objective: str) -> tuple[str, Plan]:
-        return name, dataclasses.replace(plan, achieved=achieved(shapes, plan.linears), objective=objective)
-
     column = {option: index for index, option in enumerate(options)}
-    yield named("solver", solved, solved.objective)
+    yield "solver", solved
     if in_force is not None:
         choice = [column.get(in_force.linears[shape.name], -1) for shape in shapes]
-        if min(choice) >= 0 and request.keeps(np.array(choice)):
-            yield named("in_force", in_force, in_force.objective)
+        if min(choice) >= 0 and keeps(request, np.array(choice)):
+            yield "in_force", in_force
     lowest = _lowest(request)
     if all(limit.holds(lowest) for limit in request.limits):
-        everywhere = {shape.name: options[option] for shape, option in zip(shapes, lowest, strict=True)}
-        yield named("lowest", dataclasses.replace(solved, linears=everywhere, solver=UNSOLVED), "lowest")
+        low = {shape.name: options[option] for shape, option in zip(shapes, lowest, strict=True)}
+        saved = achieved(shapes, low)
+        yield "lowest", dataclasses.replace(solved, linears=low, achieved=saved, objective="lowest", solver=UNSOLVED)
     for rule in ("layer_id", "layer_type"):
         try:
             quality, _ = quality_loss(rule, ObjectiveInputs(shapes, options))
             solution = dataclasses.replace(request, quality_loss=quality, current=None, churn=0.0).solve()
         except UserError:  # a rule that knows nothing of these linears
             continue
-        yield named(rule, plan_of(solution), rule)
+        yield rule, dataclasses.replace(plan_of(solution), objective=rule)
 
 
 def _lowest(request: SolveRequest) -> Ints:

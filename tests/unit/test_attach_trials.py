@@ -33,6 +33,16 @@ def costs_more_than_predicted(monkeypatch):
     monkeypatch.setattr(Predictions, "total_loss_divergence", lambda self, linears: -1.0)
 
 
+def test_auto_means_the_same_in_attach_and_in_solve(monkeypatch):
+    """As on Blackwell, whose tensor cores take other formats than the default."""
+    monkeypatch.setattr("megatron_snip.snip.plan.options.check_linear", lambda *_: None)
+    model = tiny_llama()
+    snip = attach(model)
+    snip.probe(lambda: model(input_ids=SEEN, labels=SEEN).loss)
+    plan = snip.solve(0.5, options="auto", granularity="linear")
+    assert set(map(str, plan.linears.values())) == {"mxfp8", "nvfp4"}
+
+
 def test_token_losses_are_those_of_transformers():
     """Of labels that count; their mean is the model's own loss."""
     model, labels = tiny_llama(), OTHER.clone()

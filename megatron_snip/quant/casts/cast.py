@@ -246,12 +246,8 @@ def reference(
     return [_quantise(x, form, amax, count) for form in forms]
 
 
-#: Shape of the codes, the dim they are contiguous along, and the same for the scales.
-Layout = tuple[Sequence[int], int, Sequence[int], int]
-
-
-def layout(shape: Sequence[int], form: Form) -> Layout:
-    """The layout of codes and scales for an x [R, C] of this shape, for every output except values."""
+def layout(shape: Sequence[int], form: Form) -> tuple[Sequence[int], int, Sequence[int], int]:
+    """Shape of the codes, the dim they are contiguous along, and the same for scales, of x [R, C]; not for values."""
     (rows, cols), (block_rows, block_cols), dim = shape, form.block, form.dim
     blocks = [-(-rows // block_rows), -(-cols // block_cols)]
     if form.output == "codes":

@@ -78,12 +78,6 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def best_isa() -> int:
-    """The best instruction set of this machine, numbered as in ``run``."""
-    loaded = library()
-    return 0 if loaded is None else int(loaded.megatron_snip_isa())
-
-
 def takes(x: Tensor, forms: Sequence[Form], up: Tensor | None = None) -> bool:
     """Whether the compiled kernel can cast ``x`` [R, C], or SwiGLU's product of it and ``up``, into these forms."""
     if not reads(x):

@@ -128,7 +128,7 @@ def _run(
         return op.run(x, forms, None, dtype, count, up)
     if up is not None and not triton_cast.takes_product(x, up):
         x, up = swiglu_product(x, up), None
-    if dtype is not None and not op.rounds(x):
+    if dtype is not None and not triton_cast.on_nvidia(x):  # those kernels round as they read
         x, dtype = x.to(dtype), None
     if amax is not None:
         amax = amax.to(x.device, torch.float32)
@@ -151,7 +151,7 @@ def quantize(
     """Codes and scales of ``x`` [R, C].  Arguments and errors are those of ``fake_quantize``."""
     form = resolve(x, fmt, role=role, dim=dim, rounding=rounding, key=key)
     if not form.fmt.quantised:
-        return _unquantised(x, form.fmt)
+        return Quantized(x, torch.ones((1, 1), device=x.device), form.fmt, (max(x.shape[0], 1), max(x.shape[1], 1)))
     return quantized(cast(x, [form.held("codes")], amax=amax, count=True)[0])
 
 
@@ -211,8 +211,3 @@ def fake_quantize(
     if not form.fmt.quantised:
         return x
     return cast(x, [form], amax=amax)[0].data
-
-
-def _unquantised(x: Tensor, fmt: Format) -> Quantized:
-    """An unquantised operand [R, C], with one scale of 1 for all of it."""
-    return Quantized(x, torch.ones((1, 1), device=x.device), fmt, (max(x.shape[0], 1), max(x.shape[1], 1)))

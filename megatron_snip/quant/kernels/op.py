@@ -122,18 +122,13 @@ def lay_out(sent: Sent, form: Form) -> Operand:
     return Operand(form, data, scales, *tensor_scale)
 
 
-def rounds(x: Tensor) -> bool:
-    """Whether ``run`` and ``finite_amax`` round x [R, C] to a dtype as they read it, so that no copy is needed."""
-    return triton_cast.takes_amax(x)
-
-
 def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None = None) -> Tensor:
     """``cast.finite_amax`` of x [R, C], rounded to ``dtype`` first: float32 scalar.
 
     up: of x's shape; if given, find the amax of ``swiglu_product(x, up)``, which is not stored.
     ``triton_cast.takes_product`` must accept both.
     """
-    if rounds(x):
+    if triton_cast.on_nvidia(x):
         return triton_cast.finite_amax(x, dtype, up)
     x = x if dtype is None else x.to(dtype)
     return torch.ops.megatron_snip.finite_amax(x.detach(), up) if _traced(x) else _finite_amax_now(x, up)
@@ -144,7 +139,7 @@ def hadamard(x: Tensor, transform: Hadamard, dim: int) -> tuple[Tensor, Tensor |
     if _traced(x):
         made: tuple[Tensor, Tensor] = torch.ops.megatron_snip.hadamard(x.detach(), transform.signs, dim)
         return made
-    if triton_cast.takes_amax(x):
+    if triton_cast.on_nvidia(x):
         return triton_cast.hadamard(x, transform, dim)
     return hadamard_reference(x, transform, dim), None
 
@@ -176,7 +171,7 @@ def _dequantize_now(quantized: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def _finite_amax_now(x: Tensor, up: Tensor | None = None) -> Tensor:
-    if triton_cast.takes_amax(x):  # when called by the operator
+    if triton_cast.on_nvidia(x):  # when called by the operator
         return triton_cast.finite_amax(x, up=up)
     x = x if up is None else swiglu_product(x, up)
     return cpu.finite_amax(x) if cpu.reads(x) else specification.finite_amax(x)

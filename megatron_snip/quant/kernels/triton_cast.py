@@ -295,13 +295,8 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def takes_amax(x: Tensor) -> bool:
-    """Whether ``finite_amax`` takes x [R, C]."""
-    return on_nvidia(x)
-
-
 def finite_amax(x: Tensor, dtype: torch.dtype | None = None, up: Tensor | None = None) -> Tensor:
-    """``cast.finite_amax`` of x [R, C] that ``takes_amax`` has accepted, rounded to ``dtype`` as it is read.
+    """``cast.finite_amax`` of x [R, C] that ``on_nvidia`` has accepted, rounded to ``dtype`` as it is read.
 
     up: if given, find the amax of SwiGLU's product; ``takes_product`` has accepted both.  It takes one launch and does
     not wait for the device.
@@ -329,7 +324,7 @@ def _state(device: torch.device, stream: int) -> Tensor:
 
 
 def hadamard(x: Tensor, transform: Hadamard, dim: int) -> tuple[Tensor, Tensor]:
-    """``hadamard.hadamard`` of x [R, C] that ``takes_amax`` has accepted, and its ``finite_amax``, in one launch."""
+    """``hadamard.hadamard`` of x [R, C] that ``on_nvidia`` has accepted, and its ``finite_amax``, in one launch."""
     from megatron_snip.quant.kernels import triton_kernels
 
     x = _by_rows(x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from megatron_snip.quant.linears.precision import GEMMS, LinearPrecision
 from megatron_snip.quant.linears.transformer_engine import TransformerEngine, missing
 
 _PLAIN = Emulated()  # for bf16; it multiplies the tensors themselves
+_MOST = 4096  # cached choices
 
 
 class ByGemm:
@@ -33,12 +34,12 @@ class ByGemm:
         self._engine, self._engine_formats = TransformerEngine() if engine else None, {*engine, "bf16"}
         #: Whether a compiled block may contain its linears.
         self.compiles = not engine
-        # cached, because every call of a linear asks
-        self._chosen = cache(self._choose)
+        # cached, because every call of a linear asks; only so many, because other people's batches vary in length
+        self._chosen = lru_cache(_MOST)(self._choose)
         #: Precision, device -> why it cannot run there, or None.
         self.refusal = cache(self._refuse)
         #: Why Transformer Engine does not run a precision on a device at ``Sizes``, or None.
-        self._unfit = cache(self._why_not_whole)
+        self._unfit = lru_cache(_MOST)(self._why_not_whole)
 
     def _refuse(self, precision: LinearPrecision, device: torch.device) -> str | None:
         found = (self._first(getattr(precision, gemm), device) for gemm in GEMMS)

@@ -274,11 +274,7 @@ class _Linears(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    tensors, n, forms = (
-        ctx.saved_tensors,
-        len(grads),
-        ctx.kept_as,
-    )  # read once: recomputation provides them only once
+    tensors, n, forms = ctx.saved_tensors, len(grads), ctx.kept_as  # read once: recomputation provides them only once
     needs_inputs, first = ctx.needs_input_grad[2:-n], len(tensors) - 3 * len(forms)
     kept = [Operand(form, *tensors[i : i + 3]) for form, i in zip(forms, range(first, len(tensors), 3), strict=True)]
     gs = [g if g.ndim == 2 else g.flatten(0, -2) for g in grads]

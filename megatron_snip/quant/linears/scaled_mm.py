@@ -59,7 +59,8 @@ class Hopper(Backend):
         a_codes, a_scales = _left(gemm, a)
         b_codes, b_scales, b_recipe = _right(gemm, b)
         if a_codes.dtype != b_codes.dtype:  # F.scaled_mm takes only E4M3 with these scales
-            return torch._scaled_mm(a_codes, b_codes, a_scales, _as_before(b_scales, b_recipe), out_dtype=out)
+            b_scales = b_scales.T if b_recipe == F.ScalingType.BlockWise1x128 else b_scales  # its predecessor's layout
+            return torch._scaled_mm(a_codes, b_codes, a_scales, b_scales, out_dtype=out)
         return F.scaled_mm(
             a_codes,
             b_codes,
@@ -172,8 +173,3 @@ def _right(gemm: str, b: Operand) -> tuple[Tensor, Tensor, F.ScalingType]:
     if gemm == "fprop":
         return codes.T, b.scales.T, F.ScalingType.BlockWise128x128
     return codes, b.scales, F.ScalingType.BlockWise128x128
-
-
-def _as_before(scales: Tensor, recipe: F.ScalingType) -> Tensor:
-    """The right operand's scales in the layout of ``torch._scaled_mm``, F.scaled_mm's predecessor."""
-    return scales.T if recipe == F.ScalingType.BlockWise1x128 else scales

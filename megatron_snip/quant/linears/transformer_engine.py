@@ -152,7 +152,8 @@ class TransformerEngine:
         if formats not in self._recipes:
             recipes = importlib.import_module("transformer_engine.common.recipe")
             uniform = len({*formats}) == 1
-            made = _RECIPES[formats[0]].make(recipes) if uniform else _custom(recipes, formats)
+            by_gemm = partial(quantizer_for, formats=formats)
+            made = _RECIPES[formats[0]].make(recipes) if uniform else recipes.CustomRecipe(qfactory=by_gemm)
             self._recipes[formats] = made
         return self._recipes[formats]
 
@@ -188,10 +189,6 @@ def _rounded(w: Tensor, dtype: torch.dtype, held: _Held, first: bool | None) -> 
 
 def _formats(precision: LinearPrecision) -> Formats:
     return precision.fprop, precision.dgrad, precision.wgrad
-
-
-def _custom(recipes: Any, formats: Formats) -> Any:
-    return recipes.CustomRecipe(qfactory=partial(quantizer_for, formats=formats))
 
 
 def _autocast(te: Any, recipe: Any) -> Any:

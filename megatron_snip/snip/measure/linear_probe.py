@@ -90,10 +90,6 @@ def _row_sums(x: Tensor) -> Tensor:
     return x.sum(dim=1, dtype=torch.float32)
 
 
-def _weight_is_shared(fmt: str) -> bool:
-    return get_format(fmt).shares_weight
-
-
 def _fprop_cast(fmt: str, role: str) -> tuple[object, ...]:
     """Everything that decides how fprop casts an operand to a format."""
     whole = get_format(fmt)
@@ -202,7 +198,7 @@ class LinearProbe:
         """Number of amax reductions over tp per microbatch.  ``cut``: roles whose tensors tp shards."""
         tensors = [fmt for fmt in self.formats if get_format(fmt).needs_tensor_amax]
         roles = [operand.rpartition("/")[2] for operand in _operands(updates=self.updates)]
-        shared = sum(_weight_is_shared(fmt) for fmt in tensors) * ("weight" in cut) * self.updates
+        shared = sum(get_format(fmt).shares_weight for fmt in tensors) * ("weight" in cut) * self.updates
         for alike in self._alike:
             if alike[0][0] in tensors:
                 shared += (sum(map(len, alike)) - 1) * ("input" in cut)
@@ -251,7 +247,7 @@ class LinearProbe:
 
         exact [R,K]: those rows of wgrad's product without quantisation.
         """
-        if _weight_is_shared(fmt):
+        if get_format(fmt).shares_weight:
             for kind in _OF_AN_OPERAND:
                 self.sums.copy(f"{kind}/{fmt}/fprop/weight", f"{kind}/{fmt}/dgrad/weight")
         else:

@@ -201,7 +201,7 @@ class Probe:
             table[:, [name.startswith("spread/") for name in names]] *= (result.tokens / self.tokens) ** 2
         if self.mesh.world_size > 1:
             tops = [column for column, name in enumerate(names) if name.startswith("top_token/")]
-            most = table[:, tops].nan_to_num(nan=math.inf)  # a maximum may lose NaN
+            most = table[:, tops].nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum may lose NaN
             dist.all_reduce(table, group=self.mesh.world)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.mesh.world)
             table[:, tops] = most

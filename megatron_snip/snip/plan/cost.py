@@ -34,15 +34,13 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import shown
 from megatron_snip.files.json import Count, JsonFileError, Text, checked, in_file, read_json, write_atomic
 from megatron_snip.formats import format_names, get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
-
-Floats = NDArray[np.float64]
+from megatron_snip.snip.plan.program import Floats, Ints
 
 GRANULARITIES = ("linear", "gemm", "fused")
 #: What ``efficiency`` counts: the share of FLOPs in FP4, or modelled GEMM time; and the names of both in plan files.
@@ -193,19 +191,19 @@ def linear_options(formats: Iterable[str], granularity: str = "gemm") -> list[Li
     return list(dict.fromkeys(options))
 
 
-def fused_ties(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
+def fused_ties(shapes: Sequence[LinearShape]) -> Ints:
     """``Terms.ties`` for granularity "fused", [L]: linears with a common input share an id."""
     readers = Counter(shape.reads for shape in shapes if shape.reads)
     ids = {reads: number for number, reads in enumerate(reads for reads, count in readers.items() if count > 1)}
     return np.array([ids.get(shape.reads, -1) for shape in shapes], dtype=np.int64)
 
 
-def stages(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
+def stages(shapes: Sequence[LinearShape]) -> Ints:
     """``Terms.stage``, [L]."""
     return np.array([shape.stage for shape in shapes], dtype=np.int64)
 
 
-def gemm_flops(shapes: Sequence[LinearShape]) -> NDArray[np.int64]:
+def gemm_flops(shapes: Sequence[LinearShape]) -> Ints:
     """[L, 3]: FLOPs per token of every GEMM of every linear, in the order of GEMMS."""
     return np.array([[shape.gemm_flops] * len(GEMMS) for shape in shapes], dtype=np.int64)
 
@@ -237,9 +235,9 @@ def gemm_time(shapes: Sequence[LinearShape], options: Sequence[LinearPrecision],
     return result / flops.sum()
 
 
-def saving(precision: LinearPrecision, measure: str = "fp4") -> float:
-    """Savings of a linear in this precision, 0..1: the mean over its three equal GEMMs, with nominal times."""
-    return float(efficiency([LinearShape("any", 1, 1)], [precision], measure)[0, 0])
+def saving(precision: LinearPrecision) -> float:
+    """The share of a linear's FLOPs in FP4: 0, 1/3, 2/3 or 1."""
+    return float(efficiency([LinearShape("any", 1, 1)], [precision])[0, 0])
 
 
 def efficiency(
@@ -253,10 +251,8 @@ def efficiency(
     measure: "fp4", the share of FLOPs in FP4; "time", modelled GEMM time saved against BF16, relative to the fastest
     format of the times everywhere (nominally FP4).  Use "time" if bf16 is an option, because "fp4" ignores what FP8
     saves.
-    Raises UserError for other names, a format that the table lacks, and a table in which nothing is faster than bf16.
+    Raises UserError for a format that the table lacks, and a table in which nothing is faster than bf16.
     """
-    if measure not in MEASURES:
-        raise UserError(f"unknown measure {measure!r}; known: {', '.join(MEASURES)}")
     flops = gemm_flops(shapes)
     if measure == "fp4":
         bits = [[get_format(getattr(option, gemm)).element_bits for gemm in GEMMS] for option in options]

@@ -47,7 +47,7 @@ from megatron_snip.snip.plan.program import (
     dominated,
 )
 
-__all__ = ["InfeasibleTarget", "Solution", "check_target", "solve", "solve_pareto"]
+__all__ = ["InfeasibleTarget", "Solution", "check_target", "keeps", "solve", "solve_pareto"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +80,6 @@ def solve(terms: Terms) -> Solution:
     """
     begin = clock.perf_counter()
     program = checked(terms)
-    if not terms.gap >= 0:
-        raise UserError(f"gap is {terms.gap}, but must be 0 or more")
     _check_reachable(program)
     effort = Effort(terms.gap, terms.node_limit, terms.time_limit, begin)
     rows, makespan, status = _rows(program), None, "optimal"
@@ -118,7 +116,7 @@ def solve_pareto(terms: Terms, targets: Sequence[float]) -> list[Solution]:
     _check_reachable(programs[max(targets)])
     last: Solution | None = None
     for target in sorted(each):
-        if last is None or terms.time is not None or not _reaches(programs[target], last.choice):
+        if last is None or terms.time is not None or not _keeps(programs[target], last.choice):
             last = solve(each[target])
         found[target] = last
     return [found[target] for target in targets]
@@ -127,6 +125,11 @@ def solve_pareto(terms: Terms, targets: Sequence[float]) -> list[Solution]:
 def check_target(terms: Terms) -> None:
     """Raise InfeasibleTarget if no plan reaches the target.  Ignores quality_loss."""
     _check_reachable(checked(dataclasses.replace(terms, quality_loss=np.zeros_like(terms.efficiency))))
+
+
+def keeps(terms: Terms, choice: Ints) -> bool:
+    """Whether a plan [L] obeys fixes and ties, keeps all limits and reaches the target, in total or per stage."""
+    return _keeps(checked(terms), choice)
 
 
 def _rows(program: Program) -> list[Row]:
@@ -286,8 +289,9 @@ def _longest_model(program: Program, rows: Sequence[Row], least: float) -> tuple
     return Model(np.where(program.allowed, 0.0, np.inf), [*rows, *stages], least / top), top
 
 
-def _reaches(program: Program, choice: Ints) -> bool:
-    """Whether a plan [L] for a lower target also reaches this one."""
+def _keeps(program: Program, choice: Ints) -> bool:
+    """Whether a plan [L] keeps all constraints but a makespan's."""
     plan = np.zeros(len(program.cost), np.int64)
     plan[program.group] = choice
-    return all(row.holds(plan) for row in _rows(program))
+    obeys = (plan[program.group] == choice).all() and program.allowed[np.arange(len(plan)), plan].all()
+    return bool(obeys) and all(row.holds(plan) for row in _rows(program))

@@ -16,7 +16,6 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
@@ -33,12 +32,11 @@ from megatron_snip.snip.plan.cost import (
     stages,
 )
 from megatron_snip.snip.plan.ilp import InfeasibleTarget, check_target
-from megatron_snip.snip.plan.program import Limit
+from megatron_snip.snip.plan.program import Bools, Floats, Ints, Limit
 from megatron_snip.snip.plan.recipes import RECIPES_WORD, is_recipes, recipe_options
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.objectives import get_objective
 
-Ints = NDArray[np.int64]
 #: Values of --snip-options auto: formats of tensor cores that read block scales themselves, and the default elsewhere.
 BLOCK_SCALED, AUTO = "mxfp8,nvfp4", "fp8,fp4"
 
@@ -54,7 +52,7 @@ class Choices:
     options: tuple[LinearPrecision, ...]
     ties: Ints | None
     fixed: Ints
-    reserved: NDArray[np.bool_]
+    reserved: Bools
     measure: str
 
     @property
@@ -70,11 +68,6 @@ class Choices:
 
 #: Further constraints: options, linears and choices -> limits, none if no option asks for any.  See CONTRIBUTING.md.
 LIMITS: tuple[Callable[[SnipConfig, Sequence[LinearShape], Choices], Sequence[Limit]], ...] = ()
-
-
-def limits_of(snip: SnipConfig, shapes: Sequence[LinearShape], choices: Choices) -> tuple[Limit, ...]:
-    """All limits that the options ask for."""
-    return tuple(limit for make in LIMITS for limit in make(snip, shapes, choices))
 
 
 def measure_of(options: Sequence[LinearPrecision], unit: str = "auto") -> str:
@@ -233,7 +226,7 @@ def solve_request(
     snip: SnipConfig,
     shapes: Sequence[LinearShape],
     choices: Choices,
-    quality_loss: NDArray[np.float64],
+    quality_loss: Floats,
     *,
     times: GemmTimes = NOMINAL,
     held: Ints | None = None,
@@ -259,14 +252,15 @@ def solve_request(
         reserved=choices.reserved if choices.reserved.any() else None,
         current=now if snip.snip_churn > 0 else None,
         churn=snip.snip_churn * changed_gemms(choices.options) if snip.snip_churn > 0 else 0.0,
-        limits=limits_of(snip, shapes, choices),
+        limits=tuple(limit for make in LIMITS for limit in make(snip, shapes, choices)),
     )
     return request if snip.snip_max_loss is None else replace(request, target=request.most())
 
 
 def _stage_constraint(snip: SnipConfig, shapes: Sequence[LinearShape]) -> str:
     """The constraint on each stage: none, each or makespan."""
-    return snip.stage_constraint(len({shape.stage for shape in shapes}))
+    auto = "each" if len({shape.stage for shape in shapes}) > 1 else "none"
+    return auto if snip.snip_stage_constraint == "auto" else snip.snip_stage_constraint
 
 
 def _with_held(choices: Choices, held: Ints) -> Ints:
@@ -277,7 +271,7 @@ def _with_held(choices: Choices, held: Ints) -> Ints:
     return fixed
 
 
-def changed_gemms(options: Sequence[LinearPrecision]) -> NDArray[np.float64]:
+def changed_gemms(options: Sequence[LinearPrecision]) -> Floats:
     """[O, O]: share of a linear's three GEMMs whose format differs between two options."""
     return np.array(
         [[sum(getattr(a, gemm) != getattr(b, gemm) for gemm in GEMMS) / len(GEMMS) for b in options] for a in options]

@@ -4,7 +4,7 @@
      "linears": {"layers.0.self_attn.q_proj": {"fprop": "fp4", "dgrad": "fp4", "wgrad": "fp8"}, ...},
      "solver": {"status": "optimal", "objective": 0.01, "bound": 0.01, "gap": 0.0, "seconds": 0.2},
      "hash": "0123456789abcdef", "gemm_times": "nominal", "target_unit": "FP4 share",
-     "trial": {"name": "snip", "increase": 0.012, "error": 0.001, "tokens": 8192, "tried": [...]}}
+     "trial": {"name": "solver", "increase": 0.012, "error": 0.001, "tokens": 8192, "tried": [...]}}
 
 Source: docs/architecture.md.  Convention: names are Hugging Face's with the global block index.
 target_unit is the unit of the target: "FP4 share" of the linears' FLOPs, or "modelled time" saved, relative to the

@@ -6,7 +6,6 @@ child solves exactly the same matrices.
 
 The child ends when it is done, when stdin closes or its parent is gone (checked every half second), or on its own
 alarm.  The parent ends it in ``result`` and ``cancel``, which always reap it.
-Only tests and this module's own process use ``command``.
 """
 
 from __future__ import annotations
@@ -41,12 +40,8 @@ _PARENT_CHECK_SECONDS = 0.5
 _MOST_KEPT = 1 << 24  # bytes of a child's output
 
 
-class SolverTimeout(RuntimeError):
-    """The answer did not come in time, and the child was killed."""
-
-
 class SolverFailed(RuntimeError):
-    """The child died, could not start, or gave an invalid answer."""
+    """The child died, could not start, gave no answer in time, or an invalid one."""
 
 
 class SolverKilled(SolverFailed):
@@ -130,17 +125,6 @@ class SolveRequest(Terms):
             return max(0.0, error.reachable * (1 - 1e-9))
         return 1.0
 
-    def keeps(self, choice: NDArray[np.int64]) -> bool:
-        """Whether a plan [L] keeps all limits and reaches the target, in total or per stage."""
-        if not all(limit.holds(choice) for limit in self.limits):
-            return False
-        saved, target = self.efficiency[np.arange(len(choice)), choice], self.target * (1 - 1e-9)
-        if self.stage is None or self.time is not None:
-            return bool(saved.sum() >= target)
-        free = self.efficiency if self.reserved is None else self.efficiency[:, ~self.reserved]
-        stages = [self.stage == stage for stage in np.unique(self.stage)]
-        return all(saved[here].sum() >= target * free[here].max(axis=1).sum() for here in stages)
-
     def solve(self) -> Solution:
         """Solve in this process; see ``ilp.solve``."""
         return solve(self)
@@ -193,7 +177,7 @@ class BackgroundSolver:
     def result(self, timeout: float | None = None) -> Solution:
         """The solution.  Waits up to ``timeout`` seconds, never beyond time_limit + GRACE_SECONDS.
 
-        Raises SolverTimeout if there is none by then (the child is killed; a late answer is dropped), SolverFailed,
+        Raises SolverFailed, also if there is none by then (the child is killed; a late answer is dropped),
         InfeasibleTarget, or the UserError of ``ilp.solve``.  Later calls repeat the outcome.
         """
         if self._outcome is None:
@@ -221,7 +205,7 @@ class BackgroundSolver:
             code = self._child.wait(seconds)
         except subprocess.TimeoutExpired:
             self._end()
-            return SolverTimeout(f"the solver gave no answer within {seconds:.1f} seconds and was ended")
+            return SolverFailed(f"the solver gave no answer within {seconds:.1f} seconds and was ended")
         output, errors = self._output.text(), self._errors.text()
         self._end()
         if code != 0:

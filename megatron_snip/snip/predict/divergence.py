@@ -16,14 +16,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_snip.files.json import Text
 from megatron_snip.formats import get_format
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.measure.statistics import Statistics
-
-Floats = NDArray[np.float64]
+from megatron_snip.snip.measure.statistics import Floats, Statistics
 
 
 def loss_divergence(stats: Statistics, options: Sequence[LinearPrecision]) -> Floats:

@@ -26,11 +26,9 @@ from megatron_snip.errors import UserError
 from megatron_snip.formats import get_format
 from megatron_snip.quant import GEMMS, LinearPrecision, LinearShape
 from megatron_snip.quant.linears.operands import REDUCTION_DIM
-from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.measure.statistics import Floats, Statistics
 from megatron_snip.snip.plan.cost import efficiency
 from megatron_snip.snip.predict.divergence import loss_divergence, weight_divergence
-
-Floats = NDArray[np.float64]
 
 BASE = LinearPrecision.uniform("fp8")
 #: For rule "layer_type", in the order in which kinds lose precision.  A rule of thumb, not a measurement: down's input
@@ -82,29 +80,23 @@ def get_objective(name: str) -> Objective:
     return OBJECTIVES[name]
 
 
-def quality_loss(objective: str, inputs: ObjectiveInputs) -> tuple[Floats, NDArray[np.int64]]:
-    """Q [L, O] of a named objective, and the option [L] at which to hold a linear: -1 for most.
+def quality_loss(objective: str, inputs: ObjectiveInputs) -> tuple[Floats, NDArray[np.bool_]]:
+    """Q [L, O] of a named objective, and which linears [L] have statistics that are not finite; their rows are zero.
 
-    Linears with statistics that are not finite are held at the base option; their rows are zero.
     Raises UserError for an unknown name, and errors of the objective itself.
     """
-    values, base = get_objective(objective).compute(inputs), base_option(inputs.options)
-    values = values - values[:, [base]]
+    values = get_objective(objective).compute(inputs)
+    values = values - values[:, [base_option(inputs.options)]]
     unknown = inputs.stats.not_finite if inputs.stats else ()  # rules ignore statistics
     bad = np.isnan(values.sum(axis=1)) | np.array([shape.name in unknown for shape in inputs.shapes])
-    return np.where(bad[:, None], 0.0, values), np.where(bad, base, -1)
-
-
-def _loss(stats: Statistics) -> float:
-    """L0.  Raises UserError unless it is positive."""
-    if not (np.isfinite(stats.loss) and stats.loss > 0):
-        raise UserError(f"loss of the probe at iteration {stats.iteration} is {stats.loss}; it must be above 0")
-    return stats.loss
+    return np.where(bad[:, None], 0.0, values), bad
 
 
 def _snip(inputs: ObjectiveInputs) -> Floats:
     stats = inputs.measured()
-    values = loss_divergence(stats, inputs.options) / _loss(stats)
+    if not (np.isfinite(stats.loss) and stats.loss > 0):
+        raise UserError(f"loss of the probe at iteration {stats.iteration} is {stats.loss}; it must be above 0")
+    values = loss_divergence(stats, inputs.options) / stats.loss
     if inputs.update_weight > 0:
         values = values + inputs.update_weight / 2 * weight_divergence(stats, inputs.options)
     return values

@@ -14,16 +14,13 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UserError
 from megatron_snip.quant import LinearPrecision
-from megatron_snip.snip.measure.statistics import Statistics
+from megatron_snip.snip.measure.statistics import Floats, Statistics
 from megatron_snip.snip.plan.solver import SolveRequest
 from megatron_snip.snip.predict.divergence import by_format, loss_divergence
-
-Floats = NDArray[np.float64]
 
 #: --snip-probe-tokens auto: least and most tokens, and the sufficient error of the plan's cost, as a share of it.
 LEAST_TOKENS, MOST_TOKENS, GOOD_ERROR = 8192, 65536, 0.1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_snip.cli import collect_stats
-from megatron_snip.cli.analyse import Sensitivity, tokenised, warn_of_repeats, weights_of, write
+from megatron_snip.cli.analyse import Sensitivity, indexed, tokenised, warn_of_repeats, weights_of, write
 from megatron_snip.cli.parsers import PARSERS
 from megatron_snip.cli.shares import plan_and_try
 from megatron_snip.config import Config
@@ -67,6 +67,16 @@ def test_the_tokens_of_text(name, data, documents, tmp_path):
     (tmp_path / name).write_bytes(data)
     found = IndexedDataset(tokenised(tmp_path / name, "HuggingFaceTokenizer", str(tmp_path), tmp_path / "tokens"))
     assert [found.get(i).tolist() for i in range(len(found))] == documents
+
+
+@pytest.mark.parametrize(
+    ("data", "prefix"), [("a", "a"), ("a.bin", "a"), ("a.idx", "a"), ("b.c", "b.c"), ("b", None), (".", None)]
+)
+def test_a_dataset_by_its_prefix_or_a_file(data, prefix, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.bin", "a.idx", "b.c.idx"):
+        (tmp_path / name).touch()
+    assert indexed(Path(data)) == prefix
 
 
 def test_a_runs_checkpoint_is_probed_on_other_data(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import sys
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -209,6 +210,28 @@ def test_scores_of_another_model_are_kept_apart(tmp_path):
     with pytest.raises(ValueError, match=r"scores.json has the scores of .*/one, not .*/other; give another --output"):
         known(tmp_path / "scores.json", 0, model_of(other))
     assert model_of(start_of(tmp_path)) == ME
+
+
+def test_scores_of_another_evaluation_that_ends_meanwhile_stay(tmp_path, monkeypatch):
+    path, start, config = tmp_path / "scores.json", start_of(tmp_path), Config().replace(num_attention_heads=1)
+
+    def run(*_):
+        known(path, 3, ME).with_scores("fp8", {"arc": {"acc": (0.5, None)}}).save(path)
+        return {"arc": {"acc": (0.75, None)}}
+
+    for name, value in {
+        "options_of": (config, start, 128), "plan_of": (config, None), "check": (config, None), "bos_of": None,
+        "load_tasks": (None, ["arc"]), "build_tokenizer": None, "make_model": None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(evaluate, name, lambda *_, value=value, **__: value)
+    here = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    monkeypatch.setattr(evaluate, "runtime", SimpleNamespace(
+        start=lambda *_, **__: here, stop=lambda: None, environment_world_size=lambda: 1))  # fmt: skip
+    model = SimpleNamespace(SnipLM=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "megatron_snip.interop.lm_eval_model", model)
+    monkeypatch.setattr(evaluate, "run", run)
+    evaluate.main(["model", "--tasks", "arc", "--output", str(path)])
+    assert known(path, 3, ME).scores == {"fp8": {"arc": {"acc": (0.5, None)}}, "bf16": {"arc": {"acc": (0.75, None)}}}
 
 
 def test_a_try_does_not_pass_for_the_task(monkeypatch):

@@ -24,7 +24,7 @@ from megatron_snip.train import loop
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan, precision_of
 from megatron_snip.train.run.metrics import read_metrics
 from tests.unit.cli.conftest import TINY
-from tests.unit.snip.made_up import changed, without_updates
+from tests.unit.snip.made_up import changed, statistics, without_updates
 from tests.unit.train.recorded import named, shown
 
 NAMES = ["best", "random_0", "random_1", "abs_err", "rel_err", "layer_id", "layer_type"]
@@ -186,6 +186,15 @@ def test_without_updates_there_are_plans_by_the_loss(generate, finished_run, tmp
     )
 
 
+def test_a_rule_plans_formats_that_were_not_measured(generate, finished_run, tmp_path):
+    """Nothing predicts what its plans cost."""
+    without_updates(Statistics.load(finished_run / "stats/iter_0000003.json")).save(tmp_path / "loss.json")
+    words = "--snip-objective", "layer_id", "--snip-options", "mxfp8,mxfp4"
+    said = generate(*words, stats=tmp_path / "loss.json")
+    assert [re.split(r"  +", row)[2] for row in said.splitlines()[1:6]] == ["-"] * 5
+    assert (tmp_path / "plans/pareto.html").is_file()
+
+
 def test_words_of_the_authors_workflow(finished_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--snip-target", "0.75", "--num-random", "5", "--random-seed", "0"]
@@ -315,3 +324,15 @@ def test_every_plan_trains(generate, finished_run, tmp_path, monkeypatch):
         rows = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [row["iteration"] for row in rows] == [5, 6], name
         assert all(row["snip/measured_loss_divergence"] != 0 for row in rows), name
+
+
+def test_linears_of_another_kind_of_model(tmp_path):
+    """As `attach` measures them; the rule by kinds of linear knows nothing of them."""
+    linears = [LinearShape(f"blocks.{i}", 64, 64, block=i) for i in range(4)]
+    ones = [1.0] * 4
+    token = {"fp8": [0.0] * 4, "fp4": ones}
+    without_updates(statistics(linears, token, ones, dict.fromkeys(token, ones))).save(tmp_path / "stats.json")
+    config = Config().replace(snip_options="fp8,fp4")
+    said = generate_plan.generate(config, tmp_path / "stats.json", tmp_path / "plans", 1, 0)
+    assert [row.split()[0] for row in said.splitlines()[1:4]] == ["best", "random_0", "layer_id"]
+    assert "no abs_err and rel_err: these statistics" in said

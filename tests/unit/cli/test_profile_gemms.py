@@ -80,7 +80,7 @@ def test_gemms_are_measured_one_at_a_time(monkeypatch):
 
 def test_what_cannot_run_is_said(tmp_path, capsys):
     words = ["--output", str(tmp_path / "t.json"), "--repeats", "1", *MODEL]
-    assert main([*words, "--formats", "fp8,fp9", "--linear-impl", "emulated"]) == 0
+    assert main([*words, "--formats", "fp8, fp9", "--linear-impl", "emulated"]) == 0
     assert "left out: fprop: unknown format 'fp9'" in capsys.readouterr().err
     assert main([*words, "--linear-impl", "scaled_mm"]) == 2
     said = capsys.readouterr().err
@@ -88,4 +88,9 @@ def test_what_cannot_run_is_said(tmp_path, capsys):
     assert "error: none of --formats fp8,fp4 runs here by --linear-impl scaled_mm" in said
     assert main([*words, "--num-lairs", "2"]) == 2
     assert "error: unknown option --num-lairs" in capsys.readouterr().err
+    assert main([*words, "--formats", "fp8,fp4/fp4/fp8", "--linear-impl", "emulated"]) == 0
+    assert read_times(SnipConfig(gemm_times=str(tmp_path / "t.json"))).times.keys() == {"bf16", "fp8"}
+    assert "left out: fprop: unknown format 'fp4/fp4/fp8'" in capsys.readouterr().err
+    for option in ("--micro-batch-size", "--tensor-model-parallel-size", "--context-parallel-size"):
+        assert main([*words, option, "0"]) == 2 and f"error: {option} is " in capsys.readouterr().err
     assert main([*words, "--repeats", "0"]) == 2 and "--repeats is 0" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def _pretend(capability: tuple[int, int]) -> None:
     torch.version.cuda = "13.0"
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment,method-assign]
     triton_cast = importlib.import_module("megatron_snip.quant.kernels.triton_cast")
-    triton_cast.on_nvidia = triton_cast.takes_amax = lambda *tensors: False  # our casts run on the CPU
+    triton_cast.on_nvidia = lambda *tensors: False  # our casts run on the CPU
 
 
 def _stand_in(tex: Any) -> list[dict[str, Any]]:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron_snip.quant import LINEAR_IMPLS, LinearPrecision, check_linear
+from megatron_snip.quant.linears.by_gemm import ByGemm
+from megatron_snip.quant.linears.emulated import Emulated
 from megatron_snip.quant.linears.operands import LinearCall
 
 
@@ -29,3 +31,11 @@ def test_bf16_is_a_plain_product_whose_operands_probes_see(impl):
     (operands,) = shown
     assert torch.equal(operands.x, x.detach().flatten(0, 1)) and torch.equal(operands.w, w.detach().bfloat16())
     assert torch.equal(operands.grad_output, cotangent.flatten(0, 1))
+
+
+def test_batches_of_many_lengths_keep_no_more_memory():
+    """The batches of somebody's own loop may all differ in their number of tokens."""
+    one, call = ByGemm(Emulated()), LinearCall(LinearPrecision.uniform("fp8"), None)
+    for tokens in range(1, 6000):
+        assert one.backends(call, torch.device("cpu"), tokens, 64, 64)
+    assert one._chosen.cache_info().currsize < 5000

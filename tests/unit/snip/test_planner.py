@@ -1,4 +1,4 @@
-"""The planner's regret: by how much plans of other tokens are worse."""
+"""What the solver is asked, and the planner's regret: by how much plans of other tokens are worse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 
 from megatron_snip.config import Config
 from megatron_snip.snip.measure.statistics import Statistics
-from megatron_snip.snip.planner import Planner
+from megatron_snip.snip.plan.options import read_choices
+from megatron_snip.snip.planner import Planner, ask
 from tests.unit.snip.made_up import statistics
 from tests.unit.train.recorded import MODEL, SHAPES
 
@@ -55,3 +56,13 @@ def test_it_is_the_same_again_and_nothing_where_all_plans_are_one():
 
 def test_one_batch_tells_nothing():
     assert regret(batches(1.0, 1)) is None
+
+
+def test_a_linear_is_not_held_at_a_format_of_others():
+    """Its statistics are not finite; FP8 is only for the one that is fixed to it."""
+    snip = Config().replace(snip_options="mxfp8,mxfp4", snip_fix=f"{LINEARS[0].name}=fp8", snip_target=0.2).snip
+    ones, choices = [1.0] * 7, read_choices(snip, LINEARS)
+    token = {"fp8": ones, "mxfp8": ones, "mxfp4": [1.0, np.nan, *ones[2:]]}
+    stats = statistics(LINEARS, token, ones, dict.fromkeys(token, ones))
+    choice = ask(snip, LINEARS, choices, stats)[0].solve().choice
+    assert [str(choices.options[option]) for option in choice[:2]] == ["fp8", "mxfp8"]

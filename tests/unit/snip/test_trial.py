@@ -169,6 +169,21 @@ def test_plans_beyond_a_limit_are_not_tried(lone_mesh):
         assert [one.name for one in tried if one.name in ("in_force", "lowest")] == rest
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"fixed": np.array([0, *[-1] * 5])},
+        {"ties": np.array([0, -1, 0, 0, -1, -1])},
+        {"reserved": np.array([False, True]), "fixed": np.array([-1, -1, -1, 1, 1, 1])},
+    ],
+)
+def test_a_plan_in_force_that_breaks_new_options_is_not_tried(more, lone_mesh):
+    """A run that resumes with another --snip-fix or --snip-granularity holds a plan of the old ones."""
+    in_force = Plan.by_hand({name: FP4 if i < 3 else FP8 for i, name in enumerate(NAMES)}, SHAPES)
+    _, tried, _ = try_plans(Model(COSTS), request(COSTS, **more), lone_mesh, in_force=in_force)
+    assert tried[0].name == "solver" and "in_force" not in [one.name for one in tried]
+
+
 @pytest.mark.parametrize(("linears", "stays"), [([0, 1, 2], True), ([0, 1], False)])
 def test_the_plan_in_force_stays_if_it_measures_better_and_meets_the_target(linears, stays, lone_mesh):
     precisions = {name: FP4 if i in linears else FP8 for i, name in enumerate(NAMES)}

@@ -61,7 +61,7 @@ def test_takes_what_it_can_run(hopper):
 
 def test_takes_nothing_without_triton_or_elsewhere(hopper):
     x = on_a_gpu(torch.ones(64, 64))
-    assert triton_cast.takes(x, [form()]) and triton_cast.takes_amax(x)
+    assert triton_cast.takes(x, [form()]) and triton_cast.on_nvidia(x)
     hopper.setattr(torch.version, "hip", "7.0")
     assert not triton_cast.takes(x, [form()])
     hopper.undo()
@@ -79,7 +79,7 @@ def test_takes_nothing_while_a_compiler_watches_and_shows_it_nothing(hopper):
     x = on_a_gpu(torch.ones(64, 64))
     hopper.setattr(torch.compiler, "is_compiling", lambda: True)
     hopper.setattr(triton_cast, "installed", lambda: pytest.fail("the compiler traced how triton is found"))
-    assert not triton_cast.takes_amax(x)
+    assert not triton_cast.on_nvidia(x)
 
 
 def test_the_package_works_without_triton():

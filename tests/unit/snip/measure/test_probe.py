@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -19,7 +20,7 @@ from megatron_snip.parallel.tensor import linears_of_one_input
 from megatron_snip.quant import LinearPrecision, RoundingKey, StepContext, fake_quantize, name_stream
 from megatron_snip.quant.casts.cast import swiglu_product
 from megatron_snip.snip.measure import linear_probe
-from megatron_snip.snip.measure.linear_probe import LinearProbe, names_of_sums
+from megatron_snip.snip.measure.linear_probe import LinearProbe, Sums, names_of_sums
 from megatron_snip.snip.measure.probe import Pass, ProbeFailed
 from megatron_snip.snip.measure.statistics import Statistics
 from tests.unit.snip.conftest import AGE
@@ -77,6 +78,19 @@ def test_a_process_without_linears_knows_what_the_others_add_up(updates, parts):
     assert {name.partition("/")[2] for name in names if name.startswith(("nonzero/", "error/"))} == {
         name.removeprefix("error/") for name in found.columns if name.startswith("error/")
     }
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_token_that_is_not_finite_is_so_on_several_ranks(value, parts, monkeypatch):
+    one, name = parts.coordinator.probe, "top_token/fp4"
+    monkeypatch.setattr(one, "mesh", dataclasses.replace(one.mesh, world_size=2))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    sums = Sums()
+    for each in names_of_sums(one.formats, updates=False):
+        sums.add(each, torch.tensor(value if each == name else 1.0))
+    probes = dict.fromkeys((shape.name for shape in one.shapes), SimpleNamespace(sums=sums))
+    stats = one._reduce(probes, Pass(5.0, 1.0, 1.0), ITERATION, updates=False)
+    assert np.isnan(stats.column(name)).all() and (stats.column("token/fp4") == 1.0).all()
 
 
 @pytest.fixture(scope="module")

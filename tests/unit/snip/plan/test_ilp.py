@@ -214,7 +214,6 @@ def test_a_stage_whose_options_save_nothing_has_no_share_of_it():
         ({"quality_loss": [[0, 1, 2], [0, 1, 2]]}, r"quality_loss is \[2, 3\] and efficiency \[2, 2\]"),
         ({"quality_loss": [], "efficiency": []}, "at least one of each"),
         ({"target": np.nan}, "target is nan"),
-        ({"gap": -1.0}, "gap is -1"),
         ({"stage": [0]}, "stage must hold 2 whole numbers"),
         ({"ties": [0.5, 0.5]}, "ties must hold 2 whole numbers"),
         ({"fixed": [0, 2]}, r"fixed\[1\] is 2, but there are 2 options"),

@@ -18,7 +18,7 @@ import pytest
 from megatron_snip.snip.plan import solver
 from megatron_snip.snip.plan.ilp import InfeasibleTarget
 from megatron_snip.snip.plan.program import Limit
-from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest, SolverFailed, SolverTimeout
+from megatron_snip.snip.plan.solver import BackgroundSolver, SolveRequest, SolverFailed
 
 ROOT = Path(__file__).resolve().parents[4]
 #: A child that takes the request as the real one does, and then works for a minute.
@@ -139,7 +139,7 @@ def test_hanging_child_is_ended_in_time(reads):
     large = request(quality_loss=np.random.default_rng(0).random((4000, 8)), efficiency=np.ones((4000, 8)))
     begin = time.monotonic()
     background = BackgroundSolver(large, command=python(code))
-    with pytest.raises(SolverTimeout, match=r"0\.3 seconds"):
+    with pytest.raises(SolverFailed, match=r"0\.3 seconds"):
         background.result(timeout=0.3)
     assert time.monotonic() - begin < 10
     assert_reaped(background.pid)
@@ -149,7 +149,7 @@ def test_hanging_child_is_ended_in_time(reads):
 def test_deadline_holds_without_a_timeout(monkeypatch):
     monkeypatch.setattr(solver, "GRACE_SECONDS", 0.2)
     background = BackgroundSolver(request(time_limit=0.1), command=python("import time; time.sleep(60)"))
-    with pytest.raises(SolverTimeout):
+    with pytest.raises(SolverFailed, match="no answer within"):
         background.result()
     assert_reaped(background.pid)
 
