@@ -290,6 +290,19 @@ def test_no_room_is_made_of_the_last_whole_one(tells, saver, save, tmp_path, mon
     assert loaded(tmp_path) == (7, 7.0, 7.0) and iterations(tmp_path) == [7, 6, 5, 1]
 
 
+@pytest.mark.parametrize("tells", [True, False])
+def test_room_is_made_of_what_a_rewind_has_left_behind_too(tells, saver, tmp_path, monkeypatch):
+    """A checkpoint that is later than the run's last one counts as none: nothing continues from it."""
+    one = saver(tmp_path, keep_last=3)
+    for iteration in (1, 5, 2, 3):  # back to 1 after 5
+        one.save(iteration, tensors(1.0), state_of(iteration, 1.0), finite=True, last=False)
+    assert iterations(tmp_path) == [5, 3, 2, 1]
+    disk(monkeypatch, tmp_path, 1, tells=tells)
+    with pytest.raises(ValueError, match="No space left on device"):
+        one.save(4, tensors(1.0), state_of(4, 1.0), finite=True, last=True)
+    assert iterations(tmp_path) == [3] and newest(tmp_path) == (3, [])
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_bug_of_ours_is_no_failed_write(async_save, saver, tmp_path, monkeypatch):
     monkeypatch.setattr(saver_module, "write_atomic", lambda path, text: [].no_such_name)
