@@ -67,8 +67,8 @@ def environment_local_rank() -> int:
 
 
 def environment_local_world_size() -> int:
-    """Number of ranks on this node according to torchrun; 1 without torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Number of ranks on this node according to torchrun; without torchrun, this one and those before it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", environment_local_rank() + 1))
 
 
 def environment_world_size() -> int:

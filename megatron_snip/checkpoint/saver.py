@@ -32,6 +32,7 @@ from megatron_snip.checkpoint.lock import FolderLock, LockLost
 from megatron_snip.checkpoint.manifest import (
     MANIFEST,
     METADATA,
+    MOST_MANIFEST,
     STATE,
     TRACKER,
     VERSION,
@@ -66,6 +67,7 @@ class Saver:
     def __init__(self, save: Path, config: CheckpointConfig, mesh: Mesh, run_id: str, start: int) -> None:
         self.save_dir, self.config, self.mesh, self.run_id = save, config, mesh, run_id
         self.failed = 0  # consecutive failures
+        self._newest = start  # the iteration to continue from; later ones are left from before a rewind
         self.count, self.waited = 0, 0.0  # saves, and seconds that training waited for them
         self._size: int | None = None  # bytes of the last checkpoint
         self._temporary: Path | None = None  # temporary folder of the last save
@@ -208,7 +210,7 @@ class Saver:
         """On rank 0, after all ranks have written: write state and manifest, rename the folder, update the tracker."""
         assert self._lock is not None
         self._lock.check()
-        _write_readable(aside / STATE, text)
+        _write_readable(aside / STATE, text, MOST_BYTES)
         small = {METADATA: (aside / METADATA).read_bytes(), STATE: text.encode()}
         manifest = Manifest(
             iteration=iteration,
@@ -218,7 +220,7 @@ class Saver:
             tensors=dict(tensors),
             not_finite=tuple(not_finite),
         )
-        _write_readable(aside / MANIFEST, manifest.to_text())
+        _write_readable(aside / MANIFEST, manifest.to_text(), MOST_MANIFEST)
         _sync(aside)
         final = folder_of(self.save_dir, iteration)
         old = final.with_name(f"{final.name}.writing-old-{self.run_id}")
@@ -239,7 +241,8 @@ class Saver:
             )
         else:
             write_atomic(self.save_dir / TRACKER, f"{iteration}\n")
-            self._prune(iteration)
+            self._newest = iteration
+            self._prune()
         shutil.rmtree(old, ignore_errors=True)
 
     def _drop_temporary(self) -> None:
@@ -269,7 +272,7 @@ class Saver:
             need = self._size
         if self._has_free(need):
             return
-        for folder in self._surplus(1):
+        for folder in self._surplus(1, later=True):
             shutil.rmtree(folder, ignore_errors=True)
             LOGGER.warning(f"deleted iteration {iteration_of(folder)} of {self.save_dir} to make room for a save")
             if self._has_free(need):
@@ -282,24 +285,25 @@ class Saver:
         except OSError:
             return True
 
-    def _prune(self, newest: int) -> None:
+    def _prune(self) -> None:
         """Delete checkpoints up to the newest that neither --keep-last nor --keep-every keeps."""
         if self.config.keep_last is not None:
-            for folder in self._surplus(self.config.keep_last, newest):
+            for folder in self._surplus(self.config.keep_last, later=False):
                 with contextlib.suppress(OSError):
                     shutil.rmtree(folder)
 
-    def _surplus(self, keep: int, newest: int | None = None) -> list[Path]:
+    def _surplus(self, keep: int, *, later: bool) -> list[Path]:
         """This run's checkpoints except the ``keep`` newest complete ones and those of --keep-every, oldest first.
 
-        newest: ignore later ones.
+        later: whether with those that are later than the newest, which no run continues from.
         """
         out, good, every = [], 0, self.config.keep_every
         for iteration, manifest in self._whole():
-            if manifest.run_id != self.run_id or (newest is not None and iteration > newest):
+            if manifest.run_id != self.run_id or (iteration > self._newest and not later):
                 continue
-            good += not manifest.not_finite
-            if not (good <= keep and not manifest.not_finite) and not (every and iteration % every == 0):
+            counts = iteration <= self._newest and not manifest.not_finite
+            good += counts
+            if not (counts and good <= keep) and not (every and iteration % every == 0):
                 out.append(folder_of(self.save_dir, iteration))
         return out[::-1]
 
@@ -323,10 +327,10 @@ class Saver:
                 )
 
 
-def _write_readable(path: Path, text: str) -> None:
+def _write_readable(path: Path, text: str, most: int) -> None:
     """Write a file that the reader accepts.  Raises OSError if it is larger than the reader's limit."""
-    if len(text) > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"{len(text)} bytes, but at most {MOST_BYTES} can be read", str(path))
+    if len(text) > most:
+        raise OSError(errno.EFBIG, f"{len(text)} bytes, but at most {most} can be read", str(path))
     write_atomic(path, text)
 
 

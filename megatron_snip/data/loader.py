@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 import numpy as np
 import torch
@@ -16,38 +17,8 @@ import torch
 from megatron_snip.data.indexed import IndexedDatasetError
 from megatron_snip.data.sampling import Dataset
 from megatron_snip.data.workers import Workers, read
-from megatron_snip.errors import UserError
 from megatron_snip.files.io import one_line
 from megatron_snip.parallel.pipeline import Batch as Batch
-
-
-class _Prefetch(threading.Thread):
-    """Makes one batch in the background.  A daemon thread, so a blocked read never keeps the process alive."""
-
-    def __init__(self, loader: Loader, consumed_samples: int) -> None:
-        super().__init__(name=f"prefetch of sample {consumed_samples}", daemon=True)
-        self._loader, self.consumed_samples = loader, consumed_samples
-        self._result: Batch | BaseException | None = None
-
-    def run(self) -> None:
-        """Make the batch.  Errors are kept for the caller of `result`."""
-        try:
-            self._result = self._loader.make(self.consumed_samples)
-        except BaseException as error:  # re-raised in the caller by result()
-            self._result = error
-
-    def error(self) -> BaseException | None:
-        """Wait for the batch.  Returns the error raised while making it, or None."""
-        self.join()
-        return self._result if isinstance(self._result, BaseException) else None
-
-    def result(self) -> Batch:
-        """Wait for the batch.  Re-raises any error raised while making it."""
-        self.join()
-        assert self._result is not None
-        if isinstance(self._result, BaseException):
-            raise self._result
-        return self._result
 
 
 class Loader:
@@ -58,7 +29,7 @@ class Loader:
     Prefetched batches are its only state.  The cursor is ``consumed_samples``, so a run resumes exactly on any number
     of ranks.  It prefetches two batches.  The next batch must be there before the current update, so that all ranks
     learn in time if one cannot read it.  With more than two ``workers``, each prefetches one batch.  Without workers,
-    threads of this process read.  Raises UserError if the first batch does not divide into microbatches.
+    threads of this process read.
     """
 
     def __init__(
@@ -73,18 +44,11 @@ class Loader:
         workers: Workers | None = None,
     ) -> None:
         self.size = global_batch_size if callable(global_batch_size) else lambda consumed_samples: global_batch_size
-        together, first = micro_batch_size * dp_size, self.size(0)
-        if first < 1 or together < 1 or first % together:
-            raise UserError(
-                f"--global-batch-size {first} is not a multiple of --micro-batch-size "
-                f"{micro_batch_size} times {dp_size} data-parallel ranks; make it one"
-            )
-        assert 0 <= dp_rank < dp_size
         self.dataset = dataset
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self._prefetch = prefetch
         self._workers = workers
-        self._ahead: dict[int, _Prefetch] = {}
+        self._ahead: dict[int, Future[Batch]] = {}
 
     def cursor(self, consumed_samples: int, ahead: int = 1) -> int:
         """First sample of the batch that is ``ahead`` batches after the one at ``consumed_samples``."""
@@ -101,8 +65,7 @@ class Loader:
     def batch(self, consumed_samples: int) -> Batch:
         """This rank's share of the global batch that starts at sample ``consumed_samples``.
 
-        Starts to prefetch the next batches.  Raises UserError if the dataset ends before the batch does, and any error
-        of reading a sample.
+        Starts to prefetch the next batches.  Raises any error of reading a sample.
         """
         pending = self._ahead.pop(consumed_samples, None)
         batch = pending.result() if pending is not None else self.make(consumed_samples)
@@ -113,19 +76,28 @@ class Loader:
             self._read_ahead(number)
         return batch
 
-    def _read_ahead(self, consumed_samples: int) -> None:
-        if consumed_samples not in self._ahead and self.cursor(consumed_samples) <= len(self.dataset):
-            self._ahead[consumed_samples] = _Prefetch(self, consumed_samples)
-            self._ahead[consumed_samples].start()
+    def _read_ahead(self, consumed_samples: int) -> Future[Batch]:
+        """The batch at a cursor, made in the background."""
+        if consumed_samples in self._ahead:
+            return self._ahead[consumed_samples]
+        made = self._ahead[consumed_samples] = Future()
+
+        def run() -> None:
+            try:
+                made.set_result(self.make(consumed_samples))
+            except BaseException as error:
+                made.set_exception(error)
+
+        # a daemon, so a blocked read never keeps the process alive
+        threading.Thread(target=run, name=f"prefetch of sample {consumed_samples}", daemon=True).start()
+        return made
 
     def problem(self, consumed_samples: int) -> str:
         """The problem with the files of a coming batch, or "".  Waits until the batch is read.
 
         `batch` later returns the batch, or raises any other error.
         """
-        self._read_ahead(consumed_samples)
-        pending = self._ahead.get(consumed_samples)
-        error = pending.error() if pending is not None else None
+        error = self._read_ahead(consumed_samples).exception()
         return one_line(error) if isinstance(error, (IndexedDatasetError, OSError)) else ""
 
     def make(self, consumed_samples: int, size: int | None = None) -> Batch:
@@ -134,12 +106,6 @@ class Loader:
         size: by default, that of the batch at this cursor.
         """
         size = self.size(consumed_samples) if size is None else size
-        last = consumed_samples + size
-        if consumed_samples < 0 or last > len(self.dataset):
-            raise UserError(
-                f"the batch of samples [{consumed_samples}, {last}) lies outside the dataset of "
-                f"{len(self.dataset)} samples; build it with more samples"
-            )
         index = self.sample_index(consumed_samples, size)
         samples = (self._workers.read if self._workers is not None else read)(self.dataset, index.ravel())
         shape = (*index.shape, samples.shape[1] - 1)
@@ -153,6 +119,5 @@ class Loader:
         """Drop prefetched batches and end the workers.  Does not wait for a read that hangs in a daemon thread."""
         if self._workers is not None:
             self._workers.close()
-        pending, self._ahead = self._ahead, {}
-        for thread in pending.values():
-            thread.join(timeout=10.0)
+        wait(self._ahead.values(), timeout=10.0)
+        self._ahead = {}

@@ -86,8 +86,6 @@ class GPTDataset:
         self.indexed, self.seq_length, self.vocab_size = indexed, seq_length, vocab_size
         if indexed.dtype.kind not in "iu":
             raise UserError(f"dataset {indexed.prefix} holds {indexed.dtype.name}, which are not token ids")
-        if num_samples < 1:
-            raise UserError(f"{num_samples} samples of dataset {indexed.prefix} are requested; request at least one")
         first, last = split_range
         lengths = np.asarray(indexed.sequence_lengths[first:last])
         if (tokens := int(lengths.sum(dtype=np.int64))) <= seq_length:
@@ -195,27 +193,19 @@ class MockDataset:
     (raw Philox words and integer arithmetic).
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        seq_length: int,
-        seed: int,
-        *,
-        num_samples: int = sys.maxsize,
-        stream: int = TRAINING,
-    ) -> None:
+    def __init__(self, vocab_size: int, seq_length: int, seed: int, *, stream: int = TRAINING) -> None:
         if vocab_size < 2:
             raise UserError(f"--mock-data with a vocabulary of {vocab_size}; give --vocab-size 2 or more")
-        self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
+        self.vocab_size, self.seq_length = vocab_size, seq_length
         self.sources: list[Source] = []
         self._key = np.array([seed, stream], dtype=np.uint64)
 
     def __len__(self) -> int:
-        return self.num_samples
+        return sys.maxsize
 
     def __getitem__(self, index: int) -> Tokens:
         """Sample ``index``, int64 [seq_length + 1]."""
-        _check_index(index, self.num_samples, "the mock dataset")
+        _check_index(index, len(self), "the mock dataset")
         length = self.seq_length + 1
         counter = np.array([0, 0, index, 0], dtype=np.uint64)
         words = np.random.Philox(counter=counter, key=self._key).random_raw(4 * length).reshape(4, length)
@@ -357,12 +347,9 @@ def build_datasets(
     Raises UserError for data that cannot be read or is too small.
     """
     if mock:
-        if vocab_size is None:
-            raise UserError("--mock-data needs the size of the vocabulary; give --vocab-size")
+        assert vocab_size is not None, "the tokenizer gives it"
         mock_valid = MockDataset(vocab_size, seq_length, seed, stream=VALIDATION)
         return MockDataset(vocab_size, seq_length, seed), mock_valid if num_valid_samples else None
-    if bool(data_path) == bool(train_paths) or (data_path and valid_paths):
-        raise UserError("give either --data-path with --split, or --train-data-path with --valid-data-path")
     builder = _Builder(seq_length, seed, vocab_size, cache_path)
     shares = split if data_path else None
     train = builder.blend(data_path or train_paths, shares, TRAINING, num_train_samples)

@@ -21,7 +21,8 @@ _E4M3 = "its gradients are E4M3"
 _AGAIN = "nothing is cast again"
 _ROWS = "its scales are of whole rows"
 _SIX = "a block's largest value becomes 6"
-_ENGINE = {
+#: Transformer Engine, by GEMM.
+ENGINE: Known = {
     **{name: (name, "") for name in ("bf16", "fp8", "fp8_hybrid", "fp8_pow2", "mxfp8", "nvfp4_plain", "nvfp4")},
     **{name: (name, "") for name in ("mxfp8_dequantized", "bf16_dequantized")},
     "mxfp4_tetrajet": ("nvfp4", f"{_BLOCKS}, and {_AGAIN}"),
@@ -29,10 +30,9 @@ _ENGINE = {
     "nvfp4_4over6": ("nvfp4", _SIX),
     "fp8_rowwise": ("fp8_pow2", "its scales are of 1x128 and 128x128 blocks"),
 }
-#: Transformer Engine, by GEMM, and by one recipe for a linear.
-ENGINE: Known = _ENGINE
+#: The same by one recipe for a linear.
 RECIPES: Known = {
-    **_ENGINE,
+    **ENGINE,
     "fp8": ("fp8_pow2", "its scales are powers of two"),
     "mxfp8_dequantized": ("mxfp8", _AGAIN),
     "bf16_dequantized": ("bf16", _AGAIN),
@@ -42,17 +42,10 @@ RECIPES: Known = {
 #: Transformer Engine by GEMM, with this package's quantizer for the formats that it lacks.
 OWN: Known = {**{name: (name, "") for name in format_names()}, "mxfp4_tetrajet": ("mxfp4", _AGAIN)}
 TITAN: Known = {
-    "bf16": ("bf16", ""),
+    **RECIPES,
     **dict.fromkeys(("fp8", "fp8_pow2"), ("fp8_rowwise", _ROWS)),
     "fp8_hybrid": ("fp8_rowwise", f"{_ROWS}, and {_E4M3}"),
-    **{name: (name, "") for name in ("fp8_rowwise", "mxfp8")},
-    "mxfp8_dequantized": ("mxfp8", _AGAIN),
-    "bf16_dequantized": ("bf16", _AGAIN),
-    **dict.fromkeys(("fp4", "fp4_pow2", "mxfp4", "mxfp4_floor"), ("nvfp4", _BLOCKS)),
-    "mxfp4_tetrajet": ("nvfp4", f"{_BLOCKS}, and {_AGAIN}"),
-    "nvfp4_plain": ("nvfp4", "it transforms wgrad's operands and has 16x16 blocks of weights"),
-    "nvfp4": ("nvfp4", ""),
-    "nvfp4_4over6": ("nvfp4", _SIX),
+    "fp8_rowwise": ("fp8_rowwise", ""),
 }
 MODELOPT: Known = {
     "bf16": ("bf16", ""),
@@ -66,7 +59,7 @@ MODELOPT: Known = {
     "nvfp4": ("nvfp4_plain", "it transforms nothing"),
     "nvfp4_4over6": ("nvfp4_plain", f"it transforms nothing, and {_SIX}"),
 }
-TORCHAO: Known = {name: (name, "") for name in _ENGINE}
+TORCHAO: Known = {name: (name, "") for name in ENGINE}
 _FUSED = "modules of several linears in different formats take the most precise"
 
 Version = tuple[int, int]

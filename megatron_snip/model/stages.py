@@ -36,7 +36,7 @@ def _blocks_of_processes(num_layers: int, p: ParallelConfig) -> list[int]:
     counted = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
     if not given:
         with_what = " with embedding or loss counted as layers" if counted else ""
-        return [_share(num_layers + counted, pp, f"--num-layers{with_what} by pipeline parallel", "change one")] * pp
+        return [quotient(num_layers + counted, pp, f"--num-layers{with_what} by pipeline parallel", "change one")] * pp
     words = " ".join(
         f"--decoder-{name}-pipeline-num-layers {end}" for name, end in zip(("first", "last"), ends) if end is not None
     )
@@ -69,14 +69,14 @@ def _chunks(held: list[int], p: ParallelConfig) -> int:
         )
     if chunks is not None:
         for blocks in held:
-            _share(blocks, chunks, "layers a stage by virtual stages", f"change {option}")
+            quotient(blocks, chunks, "layers a stage by virtual stages", f"change {option}")
         return chunks
     if len(set(held)) > 1 or p.decoder_first_pipeline_num_layers or p.decoder_last_pipeline_num_layers:
         raise UserError(f"{option} is {value}, and the first or last stage has its own length; use {by_chunks}")
-    return _share(held[0], value, "layers a stage by layers a virtual stage", f"change {option}")
+    return quotient(held[0], value, "layers a stage by layers a virtual stage", f"change {option}")
 
 
-def _share(value: int, among: int, what: str, way_out: str) -> int:
+def quotient(value: int, among: int, what: str, way_out: str) -> int:
     """value / among.  Raises UserError unless it is an integer."""
     if among < 1 or value % among:
         raise UserError(f"{what}: {value} is not a multiple of {among}; {way_out}")

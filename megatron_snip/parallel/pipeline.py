@@ -74,7 +74,9 @@ class Pipeline:
         """
         if self._schedules.get(use, (0, None))[0] != microbatches:
             # imported here, because it loads torch's compiler, which --help and most commands do not need
-            from megatron_snip.parallel.pipeline_stage import Schedule1F1B, ScheduleInterleaved1F1B, Stage
+            from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+
+            from megatron_snip.parallel.pipeline_stage import Stage
 
             n = self._num_stages
             activation = self._activation.clone().requires_grad_(training)

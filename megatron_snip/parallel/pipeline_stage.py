@@ -1,4 +1,4 @@
-"""torch's pipeline stage and schedules with our changes.  Imported only with several stages."""
+"""torch's pipeline stage with our changes.  Imported only with several stages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 
 from megatron_snip.parallel.data import before_backward
-
-__all__ = ["Schedule1F1B", "ScheduleInterleaved1F1B", "Stage"]
 
 
 class Stage(PipelineStage):

@@ -5,7 +5,6 @@ The module that owns the parameter holds the tags, since FSDP2 replaces the para
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,13 +43,10 @@ def add_parameter(module: nn.Module, name: str, parameter: nn.Parameter, tags: T
 
 def tags_of(*modules: nn.Module) -> dict[str, Tags]:
     """The tags of all parameters of the modules, by full name, in order."""
-    return {name: tags for module in modules for name, tags in _tags_of(module)}
-
-
-def _tags_of(module: nn.Module) -> Iterable[tuple[str, Tags]]:
-    for prefix, owner in module.named_modules():
+    found = {}
+    for prefix, owner in (each for module in modules for each in module.named_modules()):
         for name, _ in owner.named_parameters(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
-            tags = owner.__dict__.get("tags", {}).get(name)
-            assert tags is not None, f"{full} has no tags; make it by add_parameter"
-            yield full, tags
+            assert name in owner.__dict__.get("tags", {}), f"{full} has no tags; make it by add_parameter"
+            found[full] = owner.__dict__["tags"][name]
+    return found

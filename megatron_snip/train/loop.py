@@ -158,7 +158,7 @@ class Trainer(RunState):
                 LOGGER.warning(f"no report was written to {run_dir}: {error}")
 
     def _due(self, interval: int | None) -> bool:
-        return bool(interval) and self.iteration % int(interval or 1) == 0
+        return interval is not None and self.iteration % interval == 0
 
     def _asked_to_stop(self) -> bool:
         minutes = self.config.training.exit_duration_in_mins
@@ -216,12 +216,11 @@ class Trainer(RunState):
         return self._read(self.consumed + ahead * size, size)
 
     def _trial_runner(self, ahead: int) -> TrialRunner:
-        """Runner for a trial on sequences from batch ``ahead`` on, or on the last ones of the data."""
+        """Runner for a trial on sequences from batch ``ahead`` on."""
         c, parts = self.config, self.parts
-        loader, together = parts.train_loader, c.training.micro_batch_size * parts.mesh.dp.size
+        together = c.training.micro_batch_size * parts.mesh.dp.size
         samples = samples_of(c.snip.snip_trial_tokens, c.model.seq_length, together, parts.mesh.pp.size)
-        samples = min(samples, len(loader.dataset))
-        first = min(loader.cursor(self.consumed, ahead), len(loader.dataset) - samples)
+        first = parts.train_loader.cursor(self.consumed, ahead)
         return parts.stepper.trial_runner(self._read(first, samples), self.iteration + 1)
 
     def _read(self, first: int, samples: int) -> Batch:

@@ -22,7 +22,7 @@ from megatron_snip.parallel.tags import tags_of
 from megatron_snip.quant import RoundingKey, name_stream
 from megatron_snip.quant.adamw.expansion import LOW
 from megatron_snip.quant.adamw.step import Scalars
-from megatron_snip.train.bf16_adamw import Bf16AdamW
+from megatron_snip.train.bf16_adamw import WEIGHT_LOW, Bf16AdamW
 from megatron_snip.train.host_states import HostCopies
 from megatron_snip.train.lost_updates import LostUpdates
 
@@ -163,7 +163,7 @@ class Optimizer:
         lr, decays = groups[0]["lr"], {p: group["weight_decay"] for group in groups for p in group["params"]}
         for name, grad in grads.items():  # one after the other, so that one copy of a weight is in memory at a time
             p, state = self._local[name], self._adam.state[self._local[name]]
-            weight = [p.detach(), *([state[f"weight{LOW}"]] if f"weight{LOW}" in state else [])]
+            weight = [p.detach(), *([state[WEIGHT_LOW]] if WEIGHT_LOW in state else [])]
             before = [one.clone() for one in weight]
             self._run_adam({name: grad})
             scalars = Scalars.of(self.steps + 1, lr, decays[p], (t.adam_beta1, t.adam_beta2), t.adam_eps)
@@ -193,7 +193,7 @@ class Optimizer:
 
     def moments(self, name: str) -> tuple[Tensor, ...]:
         """Adam's m and v of a parameter, and v's low part if there is one, local shards [...]."""
-        return tuple(one for part, one in self.stored(name).items() if part != f"weight{LOW}")
+        return tuple(one for part, one in self.stored(name).items() if part != WEIGHT_LOW)
 
     def state(self, *, host: bool = False) -> list[Tensor]:
         """Everything that the device, or the host, stores beside the weights, local shards [...]."""
@@ -206,8 +206,8 @@ class Optimizer:
 
     def low_parts(self) -> dict[str, Tensor]:
         """The low parts of the weights that have them, by parameter, local shards [...]."""
-        low, there = f"weight{LOW}", self._has_moments
-        return {name: self._adam.state[p][low] for name, p in self._local.items() if there and low in self._stored}
+        there = self._has_moments and WEIGHT_LOW in self._stored
+        return {name: self._adam.state[p][WEIGHT_LOW] for name, p in self._local.items() if there}
 
     def gradient(self, name: str) -> Tensor:
         """The local shard of a parameter's current gradient, [...]."""
@@ -224,5 +224,5 @@ class Optimizer:
         for name, p in self.parameters.items() if self._has_moments else ():
             for part, local in self.stored(name).items():
                 value = sharded_as(p, local)
-                out[f"model.{name}{LOW}" if part == f"weight{LOW}" else f"optim.{name}.{part}"] = value
+                out[f"model.{name}{LOW}" if part == WEIGHT_LOW else f"optim.{name}.{part}"] = value
         return out

@@ -15,7 +15,7 @@ from megatron_snip.config import TILE, Config, TrainingConfig, option_groups
 from megatron_snip.data.workers import check_workers
 from megatron_snip.errors import UserError
 from megatron_snip.model.recompute import MODULES
-from megatron_snip.model.stages import is_interleaved
+from megatron_snip.model.stages import is_interleaved, quotient
 from megatron_snip.snip.max_loss import check_max_loss
 from megatron_snip.train.schedule import check_batches, check_samples, check_schedule, final_switch
 
@@ -71,11 +71,6 @@ def check_ranges(config: Config, *only: str) -> None:
                 raise UserError(f"--{name.replace('_', '-')} is {found}; give {kind}")
 
 
-def _divides(value: int, by: int, what: str, way_out: str) -> None:
-    if value % by:
-        raise UserError(f"{what}: {value} is not a multiple of {by}; {way_out}")
-
-
 def validate(config: Config, world_size: int) -> None:
     """Check every rule that needs no file, before anything is built.  Raises UserError."""
     check_batches(config.training)
@@ -95,17 +90,17 @@ def validate(config: Config, world_size: int) -> None:
     tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     dp = config.data_parallel_size(world_size)
     change_tp = "change it or --tensor-model-parallel-size"
-    _divides(m.num_attention_heads, m.query_groups, "--num-attention-heads by --num-query-groups", "change one")
+    quotient(m.num_attention_heads, m.query_groups, "--num-attention-heads by --num-query-groups", "change one")
     if m.kv_channels is None:
-        _divides(m.hidden_size, m.num_attention_heads, "--hidden-size by heads", "give --kv-channels")
-    _divides(m.head_dim, 2, "channels of a head by 2, as rotary embeddings need", "change --kv-channels")
-    _divides(m.num_attention_heads, tp, "--num-attention-heads by tensor parallel", change_tp)
-    _divides(m.query_groups, tp, "--num-query-groups by tensor parallel", change_tp)
+        quotient(m.hidden_size, m.num_attention_heads, "--hidden-size by heads", "give --kv-channels")
+    quotient(m.head_dim, 2, "channels of a head by 2, as rotary embeddings need", "change --kv-channels")
+    quotient(m.num_attention_heads, tp, "--num-attention-heads by tensor parallel", change_tp)
+    quotient(m.query_groups, tp, "--num-query-groups by tensor parallel", change_tp)
     for name, width in (("--hidden-size", m.hidden_size), ("--ffn-hidden-size", m.ffn_hidden_size)):
-        _divides(width, tp, f"{name} by tensor parallel", change_tp)
-    _divides(m.seq_length, TILE, "--seq-length by the quantisation tile", "change --seq-length")
+        quotient(width, tp, f"{name} by tensor parallel", change_tp)
+    quotient(m.seq_length, TILE, "--seq-length by the quantisation tile", "change --seq-length")
     if cp > 1:
-        _divides(m.seq_length, 2 * cp * TILE, f"--seq-length in two pieces of whole {TILE}-token tiles for each of "
+        quotient(m.seq_length, 2 * cp * TILE, f"--seq-length in two pieces of whole {TILE}-token tiles for each of "
                  f"{cp} context-parallel ranks", "change it or --context-parallel-size")  # fmt: skip
     if m.max_position_embeddings is not None and m.max_position_embeddings < m.seq_length:
         raise UserError(
@@ -115,10 +110,10 @@ def validate(config: Config, world_size: int) -> None:
     if p.sequence_parallel:
         axes = "tensor x context" if cp > 1 else "tensor"
         way_out = "change it or drop --sequence-parallel"
-        _divides(m.seq_length, tp * cp, f"--seq-length by {axes} parallel", way_out)
+        quotient(m.seq_length, tp * cp, f"--seq-length by {axes} parallel", way_out)
     for size in (t.global_batch_size, *t.batch_sizes):
         what = "--global-batch-size" if size == t.global_batch_size else "a batch of --rampup-batch-size"
-        _divides(size, t.micro_batch_size * dp, f"{what} by --micro-batch-size x data parallel "
+        quotient(size, t.micro_batch_size * dp, f"{what} by --micro-batch-size x data parallel "
                  f"({t.micro_batch_size} x {dp})", "change one of them or the number of ranks")  # fmt: skip
     if odd := [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]:
         raise UserError(f"--profile-ranks {odd[0]}: the run's ranks are 0 to {world_size - 1}; leave it out")
@@ -170,7 +165,7 @@ def check_restarts(config: Config, restarts: int, requeues: int = 0) -> None:
 def _validate_sharding(config: Config, dp: int) -> None:
     p, option = config.parallel, "--num-distributed-optimizer-instances"
     instances = p.num_distributed_optimizer_instances
-    _divides(dp, instances, f"data-parallel ranks by {option}", "change it or the number of ranks")
+    quotient(dp, instances, f"data-parallel ranks by {option}", "change it or the number of ranks")
     if p.data_parallel_sharding_strategy == "no_shard" and instances > 1:
         raise UserError(
             f"{option} is {instances} and --data-parallel-sharding-strategy no_shard shards nothing; drop one"
@@ -195,7 +190,7 @@ def _validate_stages(config: Config, microbatches: int) -> None:
         )
     # torch's interleaved schedule needs rounds of equal size, of pp or a few more microbatches
     rounds = microbatches // pp if interleaved else 1
-    _divides(microbatches, rounds, "microbatches by rounds of the interleaved pipeline", "change --global-batch-size")
+    quotient(microbatches, rounds, "microbatches by rounds of the interleaved pipeline", "change --global-batch-size")
 
 
 def _validate_choices(config: Config) -> None:
@@ -318,21 +313,19 @@ def _validate_recompute(config: Config) -> None:
 
 
 def _validate_dry_run(config: Config) -> None:
-    given = vars(config.dry_run)
-    if given["host_memory_gib"] is not None and config.training.optimizer_cpu_offload:
+    given, auto = config.dry_run, config.training.memory_plan == "auto"
+    host, bandwidth = given.host_memory_gib, given.host_bandwidth
+    if host is not None and config.training.optimizer_cpu_offload:
         raise UserError(
-            f"--host-memory-gib {given['host_memory_gib']} lets --memory-plan auto decide which states lie on the "
-            "host, but --optimizer-cpu-offload is given; drop one"
+            f"--host-memory-gib {host} lets --memory-plan auto decide which states lie on the host, but "
+            "--optimizer-cpu-offload is given; drop one"
         )
-    for name, value in given.items():
-        auto = config.training.memory_plan == "auto"
-        if name == "host_memory_gib" and value is not None and not auto:
-            raise UserError(f"--host-memory-gib {value} needs --memory-plan auto; add it, or drop this option")
-        if name == "host_bandwidth" and value is not None and given["host_memory_gib"] is None:
-            raise UserError(f"--host-bandwidth {value} needs --host-memory-gib; add it, or drop this option")
-        if auto and name in ("memory_gib", "host_memory_gib", "host_bandwidth"):
-            continue
-        if value is not None and value is not False and not given["dry_run"] and name != "dry_run":
+    if host is not None and not auto:
+        raise UserError(f"--host-memory-gib {host} needs --memory-plan auto; add it, or drop this option")
+    if bandwidth is not None and host is None:
+        raise UserError(f"--host-bandwidth {bandwidth} needs --host-memory-gib; add it, or drop this option")
+    for name, value in vars(given).items() if not given.dry_run else ():
+        if value and not (auto and name in ("memory_gib", "host_memory_gib", "host_bandwidth")):
             raise UserError(f"--{name.replace('_', '-')} {value} needs --dry-run; add it, or drop this option")
 
 

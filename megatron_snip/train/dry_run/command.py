@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from megatron_snip import runtime
-from megatron_snip.config import Config
+from megatron_snip.config import Config, TrainingConfig
 from megatron_snip.errors import UserError
 from megatron_snip.train.dry_run import measure
 from megatron_snip.train.dry_run.counts import Measured
@@ -85,7 +85,10 @@ def _changes(config: Config) -> list[tuple[str, Config]]:
         selective = config.replace(recompute_granularity="selective", recompute_modules=("core_attn", "mlp"))
         changes.append(("--recompute-granularity selective --recompute-modules core_attn mlp", selective))
     if config.training.recompute_granularity != "full":
-        changes.append(("--recompute-granularity full", config.replace(recompute_granularity="full")))
+        modules = TrainingConfig().recompute_modules
+        without = "" if config.training.recompute_modules == modules else " without --recompute-modules"
+        full = config.replace(recompute_granularity="full", recompute_modules=modules)
+        changes.append((f"--recompute-granularity full{without}", full))
     if config.training.optimizer_precision == "fp32":
         changes.append(("--optimizer-precision collage-plus", config.replace(optimizer_precision="collage-plus")))
     if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:

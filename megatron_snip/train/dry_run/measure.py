@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_snip.config import Config
@@ -58,7 +57,6 @@ from megatron_snip.train.dry_run.units import units_of
 from megatron_snip.train.memory_plan.plan_file import MemoryPlan
 from megatron_snip.train.setup import Parts, build, check, mesh_of, snip_shapes
 
-GIB = 2**30
 GPU_GRANULE = 512  # bytes; torch's CUDA allocator rounds up to this
 
 
@@ -161,7 +159,6 @@ def _join_fake_group(rank: int, world_size: int) -> None:
 @contextlib.contextmanager
 def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
     """Make tensors fake, except a mesh's tables of ranks.  Arrays read from fake tensors are zeros."""
-    name = "_propagate_tensor_meta_non_cached"
 
     def outside_modes(plain: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: object, **options: object) -> Any:
@@ -176,8 +173,6 @@ def _on_fake_tensors(tracker: Tracker) -> Iterator[None]:
 
     with (
         mock.patch.object(DeviceMesh, "__init__", outside_modes(DeviceMesh.__init__)),
-        # DTensor tries its ops on fake tensors of whole parameters, which no run allocates
-        mock.patch.object(ShardingPropagator, name, outside_modes(getattr(ShardingPropagator, name))),
         mock.patch.object(FakeTensor, "numpy", zeros),
         # fake weights are allocated directly: torch cannot replace one fake tensor by another
         mock.patch.object(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from megatron_snip.config import Config
 from megatron_snip.model.stages import stage_blocks
@@ -18,22 +17,6 @@ from megatron_snip.train.setup import snip_shapes
 _GIB = 2**30
 #: Names of stretches.
 PROBE, TRIAL = "probe", "pass of a trial"
-
-
-def _layout(config: Config, world_size: int) -> dict[str, int]:
-    p, t = config.parallel, config.training
-    dp = config.data_parallel_size(world_size)
-    return {
-        "world_size": world_size, "tp": p.tensor_model_parallel_size, "pp": p.pipeline_model_parallel_size,
-        "cp": p.context_parallel_size, "dp": dp, "microbatches": config.num_microbatches(dp),
-        "tokens": t.micro_batch_size * config.model.seq_length // p.context_parallel_size,
-    }  # fmt: skip
-
-
-def plan_size(config: Config) -> tuple[int, int]:
-    """Number of linears and options of a plan's integer program."""
-    shapes = snip_shapes(config)
-    return len(shapes), len(read_choices(config.snip, shapes).options)
 
 
 def trial_passes(config: Config) -> int:
@@ -97,36 +80,30 @@ def _costs(config: Config, world_size: int, one: Measured) -> list[str]:
     return lines
 
 
-def _gemms(stretch: Stretch) -> list[dict[str, Any]]:
-    return [
-        {"m": what[1], "n": what[2], "k": what[3], "formats": what[4], "count": count}
-        for what, count in sorted(stretch.counts.items(), key=str)
-        if what[0] == "gemm"
-    ]
-
-
 def _collectives(stretch: Stretch) -> dict[tuple[str, str], tuple[int, int]]:
     """(axis, collective) -> (calls, bytes)."""
     found = sorted((str(what[1]), str(what[2])) for what in stretch.counts if what[0] == "count")
     return {pair: (stretch.counts["count", *pair], stretch.counts["bytes", *pair]) for pair in found}
 
 
-def _launches(stretch: Stretch) -> dict[str, int]:
-    return {str(what[1]): count for what, count in stretch.counts.items() if what[0] == "launch"}
+def _total(stretch: Stretch, kind: str) -> int:
+    return sum(count for what, count in stretch.counts.items() if what[0] == kind)
 
 
 def as_text(config: Config, world_size: int, measured: Sequence[Measured]) -> str:
     """Tables for display."""
-    at = _layout(config, world_size)
+    p, dp, cp = config.parallel, config.data_parallel_size(world_size), config.parallel.context_parallel_size
+    tokens = config.training.micro_batch_size * config.model.seq_length // cp
     device = {"cpu": "CPUs", "hopper": "Hopper GPUs", "blackwell": "Blackwell GPUs"}[device_of(config)]
-    context = f" x context parallel {at['cp']}" if at["cp"] > 1 else ""
+    context = f" x context parallel {cp}" if cp > 1 else ""
     lines = [
-        f"dry run: {world_size} {device}, tensor parallel {at['tp']} x pipeline parallel {at['pp']}{context} x data "
-        f"parallel {at['dp']}, {at['microbatches']} microbatches of {at['tokens']} tokens",
+        f"dry run: {world_size} {device}, tensor parallel {p.tensor_model_parallel_size} x pipeline parallel "
+        f"{p.pipeline_model_parallel_size}{context} x data parallel {dp}, {config.num_microbatches(dp)} microbatches "
+        f"of {tokens} tokens",
     ]
     if config.precision.precision == "snip":
-        linears, options = plan_size(config)
-        lines.append(f"a plan: {linears} linears x {options} options")
+        shapes = snip_shapes(config)
+        lines.append(f"a plan: {len(shapes)} linears x {len(read_choices(config.snip, shapes).options)} options")
     if (final := final_switch(config.with_iterations())) is not None:
         iterations = config.with_iterations().training.train_iters
         count = iterations - final.start + 1
@@ -159,9 +136,9 @@ def _rows(one: Measured, with_gemms: bool) -> list[list[str]]:
     pairs = sorted({pair for stretch in one.stretches for pair in _collectives(stretch)})
     for pair in pairs:
         rows.append(row(f"{pair[0]} {pair[1]}, calls: GiB", lambda s, pair=pair: _sent(s, pair)))  # type: ignore[misc]
-    rows.append(row("kernel launches", lambda s: str(sum(_launches(s).values()))))
-    rows.append(row("launches of casts", lambda s: str(_launches(s).get("cast", 0))))
-    rows.append(row("launches of GEMMs", lambda s: str(sum(gemm["count"] for gemm in _gemms(s)))))
+    rows.append(row("kernel launches", lambda s: str(_total(s, "launch"))))
+    rows.append(row("launches of casts", lambda s: str(s.counts["launch", "cast"])))
+    rows.append(row("launches of GEMMs", lambda s: str(_total(s, "gemm"))))
     rows.append(row("device-to-host reads", lambda s: str(s.counts["read",])))
     shapes = {what for stretch in one.stretches for what in stretch.counts if what[0] == "gemm" and with_gemms}
     for what in sorted(shapes, key=str):

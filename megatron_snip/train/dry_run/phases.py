@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_snip.train.dry_run.by_linear import Input, Linears
 from megatron_snip.train.dry_run.counts import HOST, Counts, Tracker
-from megatron_snip.train.dry_run.units import NONE, Units
+from megatron_snip.train.dry_run.units import Units
 
 OUTSIDE = -1
 _OF_FORWARD = ("activations", "casts", HOST)
@@ -61,7 +61,7 @@ class Phases:
     forwards: int = 1
     forward_counts: Mapping[int, Counts] = field(default_factory=dict)
     each_host: Mapping[int, int] = field(default_factory=dict)
-    units: Units = NONE
+    units: Units = field(default_factory=Units)
     inputs: Mapping[str, Input] = field(default_factory=dict)
 
 

@@ -42,9 +42,6 @@ class Units:
     sent: Mapping[int, int] = field(default_factory=dict)
 
 
-NONE = Units()
-
-
 def units_of(parts: Parts, tracker: Tracker) -> Units:
     """The units of a dry run's rank."""
     optimizer, granule = parts.optimizer, tracker.memory.granule

@@ -283,11 +283,16 @@ def _made_by_rank_0(here: Runtime, what: str, make: Callable[[], T]) -> T:
 
 def _auto_plan(config: Config, here: Runtime) -> MemoryPlan:
     """The plan that rank 0 makes.  Raises UserError on all ranks."""
-    error, values = _made_by_rank_0(here, "memory plan", lambda: _plan_or_error(lambda: _checked_plan(config, here)))
-    if error:
-        raise UserError(error)
-    assert isinstance(values, dict)
-    plan = MemoryPlan.from_dict(values)
+
+    def make() -> MemoryPlan | UserError:
+        try:
+            return _checked_plan(config, here)
+        except UserError as error:
+            return error
+
+    plan = _made_by_rank_0(here, "memory plan", make)
+    if isinstance(plan, UserError):
+        raise plan
     LOGGER.info(f"memory plan {plan.hash} for {plan.memory_gib:.4g} GiB: {plan.told}")
     return plan
 
@@ -298,13 +303,6 @@ def _checked_plan(config: Config, here: Runtime) -> MemoryPlan:
         if error := host_shortage(needed, "--host-memory-gib", _AT_MOST, config.dry_run.host_memory_gib):
             raise UserError(error)
     return make_plan(config, here.world_size, budget_of(config, here.device))[0]
-
-
-def _plan_or_error(make: Callable[[], MemoryPlan]) -> tuple[str, object]:
-    try:
-        return "", make().to_dict()
-    except UserError as error:
-        return str(error), None
 
 
 def as_lines(plan: MemoryPlan) -> list[str]:

@@ -44,7 +44,6 @@ from megatron_snip.files.json import (
     JsonFileError,
     PlanHash,
     Text,
-    check_version,
     checked,
     read_json,
     write_atomic,
@@ -66,8 +65,8 @@ _OF_LAYOUT = (
 )  # fmt: skip
 
 
-class _Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`RankCost` in a file."""
+class RankCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Prediction for pipeline rank ``stage``: bytes at the peak and on the host, modelled seconds of an iteration."""
 
     stage: Count
     peak: Count
@@ -82,7 +81,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: Annotated[list[Literal["keep", "selective", "full", "offload"]], Meta(min_length=1)]
     memory_gib: Finite | None
     made_for: dict[Text, Any]
-    ranks: list[_Rank]
+    ranks: list[RankCost]
     rates: Text
     status: Text
     gap: Finite
@@ -90,16 +89,6 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gathered: list[Count] = []
     on_host: list[Text] = []
     precision: Text = ""
-
-
-@dataclass(frozen=True)
-class RankCost:
-    """Prediction for pipeline rank ``stage``: bytes at the peak and on the host, modelled seconds of an iteration."""
-
-    stage: int
-    peak: int
-    seconds: float
-    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,7 +146,7 @@ class MemoryPlan:
             "blocks": list(self.blocks),
             "memory_gib": self.memory_gib,
             "made_for": dict(self.made_for),
-            "ranks": [vars(rank) for rank in self.ranks],
+            "ranks": msgspec.to_builtins(self.ranks),
             "rates": self.rates,
             "precision": self.precision,
             "status": self.status,
@@ -172,12 +161,10 @@ class MemoryPlan:
         try:
             if "linears" in values:
                 raise JsonFileError("this is a plan of precisions, not a memory plan")
-            check_version(values, VERSION)
-            found = checked(values, _File)
-            ranks = tuple(RankCost(one.stage, one.peak, one.seconds, one.host) for one in found.ranks)
+            found = checked(values, _File, version=VERSION)
             plan = cls(
-                tuple(found.blocks), found.made_for, found.memory_gib, ranks, found.rates, found.status, found.gap,
-                tuple(found.gathered), tuple(found.on_host), found.precision,
+                tuple(found.blocks), found.made_for, found.memory_gib, tuple(found.ranks), found.rates, found.status,
+                found.gap, tuple(found.gathered), tuple(found.on_host), found.precision,
             )  # fmt: skip
             if plan.hash != found.hash:
                 raise JsonFileError(
@@ -203,8 +190,9 @@ class MemoryPlan:
         for name in dict.fromkeys([*wanted, *self.made_for]):
             here, there = wanted.get(name), self.made_for.get(name)
             if here != there:
+                option = "data parallel" if name == "data_parallel_size" else f"--{name.replace('_', '-')}"
                 raise UserError(
-                    f"{source}: this memory plan is for {_option(name)} {shown(there)}, and the run has {here}; "
+                    f"{source}: this memory plan is for {option} {shown(there)}, and the run has {here}; "
                     "give a plan of this model and layout, or --memory-plan auto"
                 )
         if len(self.blocks) != config.model.num_layers:
@@ -275,10 +263,6 @@ def host_units(config: Config) -> tuple[str, ...]:
     head = ("lm_head",) if m.untie_embeddings_and_output_weights else ()
     ends = bool(head) or p.pipeline_model_parallel_size == 1
     return (*(("embed_tokens",) * ends), *(f"layers.{i}" for i in range(m.num_layers)), "norm", *head)
-
-
-def _option(name: str) -> str:
-    return "data parallel" if name == "data_parallel_size" else f"--{name.replace('_', '-')}"
 
 
 def read_memory_plan(config: Config, world_size: int) -> MemoryPlan | None:

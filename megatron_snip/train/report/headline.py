@@ -94,8 +94,8 @@ def _faster(run: Run, plan: Plan) -> str:
         taken = float(entries(gemm_time, shapes, plan.linears, times).sum())
     except (ValueError, KeyError):  # a plan of another model, or a missing table
         return ""
-    by = "nominal" if times.hardware == "nominal" else times.hardware
-    return f"By {by} GEMM times, the linears are {uniform / taken:.2g} times as fast as in {base} everywhere."
+    faster = f"{uniform / taken:.2g} times as fast as in {base} everywhere"
+    return f"By {times.hardware} GEMM times, the linears are {faster}."
 
 
 def last_difference(mine: Curve, theirs: Curve) -> tuple[float, float, int] | None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -155,7 +155,6 @@ class MetricsWriter:
         self, config: Config, run_id: str, iteration: int, rank: int = 0, unwritten: Sequence[str] = ()
     ) -> None:
         self.path = metrics_file(Path(config.logging.run_dir), rank)
-        self._file: IO[bytes] | None = None
         self._pending = bytearray()  # bytes not written yet
         self.unwritten: list[str] = []  # lines that may not be complete in the file, for a checkpoint
         self.failed = FailedWrites(str(self.path), ROWS_KEPT)
@@ -179,7 +178,6 @@ class MetricsWriter:
 
     def go_back(self, iteration: int) -> None:
         """Continue after this iteration and drop later rows, even on a full disk."""
-        assert self._file is not None
         lines, self._pending, self.unwritten = self.unwritten, bytearray(), []
         end, last = 0, None
         for line, row in _read_lines(self.path):
@@ -232,20 +230,17 @@ class MetricsWriter:
 
     def _write_pending(self) -> None:
         """Write all pending bytes in order.  Bytes that a failing write has taken are not written again."""
-        assert self._file is not None
         while self._pending:
             del self._pending[: self._file.write(self._pending) or 0]
 
     def close(self) -> None:
         """Close the file and the trackers.  Never raises."""
-        file = self._file
-        assert file is not None
         self.failed.attempt(self._write_pending)
         if self._pending:
             LOGGER.warning(f"{self.path} lacks the last {self._pending.count(bytes([10]))} rows")
         else:
-            self.failed.attempt(lambda: os.fsync(file.fileno()))
-        file.close()
+            self.failed.attempt(lambda: os.fsync(self._file.fileno()))
+        self._file.close()
         for tracker, failed in self._trackers:
             failed.attempt(tracker.finish)
 

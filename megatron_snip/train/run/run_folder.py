@@ -167,7 +167,7 @@ def _start_from_weights(config: Config, folder: Path, below: int | None) -> Star
     holder, iteration = find_checkpoint(str(folder), None, below)
     if iteration is None:
         raise UserError(f"--pretrained-checkpoint {folder}: no checkpoint is there; give a folder that holds one")
-    refuse_other_model(config, read_state(holder, iteration), finetune=True)
+    refuse_other_model(config, read_state(holder, iteration), finetune=True, source=folder)
     _refuse_used_folders(config, resuming=resuming)
     return _new_run(holder, iteration)
 
@@ -207,12 +207,12 @@ def earlier_start(config: Config, start: Start, why: Damaged) -> Start:
     return find_start(config, below=start.load_iteration)
 
 
-def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool) -> None:
+def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool, source: object = None) -> None:
     """Raise UserError unless a checkpoint continues with the model and data order that it was trained with.
 
-    `finetune` takes only its weights, so it may change positions and data.
+    `finetune` takes only its weights, so it may change positions and data.  source: its folder, by default --load.
     """
-    now, then = config.to_dict(), state["config"]
+    now, then, source = config.to_dict(), state["config"], source or config.checkpoint.load
     fixed = [("model", name) for name in (SHAPE if finetune else now["model"].keys() - INITIAL)]
     if not finetune:
         fixed += [("training", name) for name in ("global_batch_size", "rampup_batch_size", "seed")]
@@ -225,7 +225,7 @@ def refuse_other_model(config: Config, state: dict[str, Any], *, finetune: bool)
             instead = "" if finetune else ", or start a new run from these weights with --finetune"
             given, trained = "not given" if new == "" else new, "out it" if old == "" else f" {old}"
             raise UserError(
-                f"--{option} is {given}, but the checkpoint in {config.checkpoint.load} was trained with{trained}; "
+                f"--{option} is {given}, but the checkpoint in {source} was trained with{trained}; "
                 f"{f'leave --{option} out' if old == '' else f'give --{option} {old}'}{instead}"
             )
 

@@ -45,6 +45,8 @@ from megatron_snip.train.run.metrics import ROWS_KEPT, RunningMean, row_of
 #: A file below the run folder; see `Coordinator.state`.
 _Unwritten = Annotated[str, Meta(pattern=r"\A(plans|stats)/iter_[0-9]{7,19}\.json\Z")]
 _FileText = Annotated[str, Meta(max_length=1 << 26)]
+#: Options that may have an entry for each linear or precision in one text.
+_LISTS = ("snip_fix", "snip_options")
 #: A loss in nats; larger than any float32, but with finite squares.
 _Loss = Annotated[float, Meta(ge=-1e100, le=1e100)]
 
@@ -213,9 +215,9 @@ def config_of(values: Mapping[str, Any], where: str = "") -> Config:
         raise JsonFileError(f"field {inside}{missing[0]} is missing")
     config = checked(dict(values), Config, where)
     for name, group in option_groups().items():
-        value = getattr(getattr(config, group), name)
+        value, most = getattr(getattr(config, group), name), 1 << 20 if name in _LISTS else 4096
         for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, str) and ("\0" in item or len(item) > 4096):
+            if isinstance(item, str) and ("\0" in item or len(item) > most):
                 raise JsonFileError(f"field {inside}{group}.{name} is {shown(item)}, which is not valid text")
             if isinstance(item, (int, float)) and not (math.isfinite(item) and abs(item) < 1 << 63):
                 raise JsonFileError(f"field {inside}{group}.{name} is {shown(item)}, which is out of range")

@@ -156,6 +156,8 @@ def test_what_could_not_be_read_again_is_not_saved(saver, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="bytes, but at most 100 can be read.*, and it was the run's last"):
         saver(tmp_path).save(1, tensors(1.0), state_of(1, 1.0) | {"more": "." * 100}, finite=True, last=True)
     assert iterations(tmp_path) == []
+    saver(tmp_path).save(1, tensors(1.0), state_of(1, 1.0), finite=True, last=True)
+    assert iterations(tmp_path) == [1], "a manifest grows with the ranks, and its limit is larger"
 
 
 def test_going_back_puts_later_ones_aside(saver, save, tmp_path):
@@ -288,6 +290,19 @@ def test_no_room_is_made_of_the_last_whole_one(tells, saver, save, tmp_path, mon
             assert iterations(tmp_path) == left, options
     save(tmp_path, 7, 7.0, keep_last=1)
     assert loaded(tmp_path) == (7, 7.0, 7.0) and iterations(tmp_path) == [7, 6, 5, 1]
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_room_is_made_of_what_a_rewind_has_left_behind_too(tells, saver, tmp_path, monkeypatch):
+    """A checkpoint that is later than the run's last one counts as none: nothing continues from it."""
+    one = saver(tmp_path, keep_last=3)
+    for iteration in (1, 5, 2, 3):  # back to 1 after 5
+        one.save(iteration, tensors(1.0), state_of(iteration, 1.0), finite=True, last=False)
+    assert iterations(tmp_path) == [5, 3, 2, 1]
+    disk(monkeypatch, tmp_path, 1, tells=tells)
+    with pytest.raises(ValueError, match="No space left on device"):
+        one.save(4, tensors(1.0), state_of(4, 1.0), finite=True, last=True)
+    assert iterations(tmp_path) == [3] and newest(tmp_path) == (3, [])
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -151,8 +151,11 @@ def test_what_would_make_it_fit_is_named(peaks) -> None:
 
 def test_what_does_not_help_alone_is_named_too(peaks) -> None:
     peaks |= {"full 1 2": 700}
-    with pytest.raises(ValueError, match="no single change makes it fit: --recompute-granularity full \\(0.7 GiB\\), "):
-        command.dry_run(Config().replace(**OPTIONS, memory_gib=0.5))
+    some = {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}
+    for given, words in (({}, "full"), (some, "full without --recompute-modules")):
+        with pytest.raises(ValueError) as info:
+            command.dry_run(Config().replace(**OPTIONS, memory_gib=0.5, **given))
+        assert f"no single change makes it fit: --recompute-granularity {words} (0.7 GiB), " in str(info.value)
 
 
 @pytest.mark.parametrize(

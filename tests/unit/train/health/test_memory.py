@@ -112,6 +112,18 @@ def test_processes_of_this_host_count(monkeypatch, caplog, train_here):
     assert "for 4 processes" in caplog.text
 
 
+def test_ranks_that_srun_starts_do_not_know_how_many_they_are(monkeypatch, caplog):
+    """The last on a machine counts all."""
+    config = Config().replace(**{**TINY, "num_layers": 2, "pipeline_model_parallel_size": 2})
+    _, last = held(config, 2)
+    monkeypatch.setattr(memory, "free_memory", lambda device: last[0] - 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    memory.warn_about_memory(config, Runtime(1, 2, 1, torch.device("cuda")))
+    assert caplog.text.count("this GPU cannot hold the run") == 1
+    assert memory.local_stages(config, Runtime(1, 2, 1, CPU)) == [0, 1]
+
+
 def write(root, files: dict[str, str]) -> None:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

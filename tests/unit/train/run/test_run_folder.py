@@ -124,7 +124,7 @@ def test_a_pretrained_checkpoint_counts_until_the_run_has_its_own(tmp_path, monk
     both = options(tmp_path / "new", load=str(weights), pretrained_checkpoint=str(other / "checkpoints"))
     assert refused(both, tmp_path).endswith(f"and --pretrained-checkpoint is {other}/checkpoints; drop one")
     wide = options(tmp_path / "new", pretrained_checkpoint=str(other / "checkpoints"), hidden_size=256)
-    assert "--hidden-size is 256" in refused(wide, tmp_path)
+    assert f"--hidden-size is 256, but the checkpoint in {other}/checkpoints was" in refused(wide, tmp_path)
     assert find_start(options(tmp_path / "new", pretrained_checkpoint=str(other / "checkpoints"))).load_iteration == 7
 
 

@@ -172,6 +172,12 @@ def test_an_option_that_the_version_did_not_have_is_at_its_default():
     assert state_of(state) == STATE
 
 
+def test_every_linear_may_have_been_fixed_by_name():
+    fixes = ",".join(f"layers.{block}.self_attn.q_proj=fp8" for block in range(200))
+    config = Config().replace(snip_fix=fixes)
+    assert state_of({"version": 4, **new_state(RUN, config)})["config"] == config.to_dict()
+
+
 @pytest.mark.parametrize(
     "forged",
     [
