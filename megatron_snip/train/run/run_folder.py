@@ -331,8 +331,8 @@ def open_run_folder(config: Config, start: Start) -> None:
             if (run_dir / name).exists():
                 (run_dir / name).rename(aside / name)
     drop_later_plans(run_dir, start.iteration)
-    options = {"run_id": start.run_id, **config.to_dict(), "versions": made_with()}
-    write_json(run_dir / "config.json", options)
+    if start.iteration < config.training.train_iters or run_id_of(run_dir) is None:  # else keep those of what ran
+        write_json(run_dir / "config.json", {"run_id": start.run_id, **config.to_dict(), "versions": made_with()})
 
 
 def drop_later_plans(run_dir: Path, iteration: int) -> None:
