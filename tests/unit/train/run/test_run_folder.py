@@ -331,6 +331,17 @@ def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
     assert (run / "metrics.jsonl").is_file() and len(list(run.glob("metrics.*"))) == 1
 
 
+def test_going_back_keeps_the_plan_that_the_run_follows(tmp_path, monkeypatch):
+    run = used(tmp_path / "run", ABC, 7)
+    (run / "plans").mkdir()
+    for name in ("iter_0000008.json", "iter_0000009.json"):
+        (run / "plans" / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    config = options(run, train_iters=20, precision="plan", precision_plan="run/plans/iter_0000009.json")
+    open_run_folder(config, Start(7, {}, run / "checkpoints", 7, ABC))
+    assert [path.name for path in (run / "plans").iterdir()] == ["iter_0000009.json"]
+
+
 def test_a_run_killed_before_its_first_checkpoint_keeps_its_metrics_aside(tmp_path):
     run = used(tmp_path / "run", ABC)
     for kind in ("plans", "evaluations"):
