@@ -43,6 +43,8 @@ DTYPES = {"float32": 4, "bfloat16": 2}
 MOST_BESIDE_VALUES = 1 << 16
 #: Limit in bytes for a manifest: 60 for each shard, of which 8192 ranks have two million of a 70B model.
 MOST_MANIFEST = 1 << 29
+#: How a folder of Megatron-LM's checkpoints differs from ours, which has none of these.
+_MEGATRONS = ("metadata.json", "mp_rank_*", "release")
 _ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
 
 _Crc = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -155,6 +157,16 @@ def open_file(folder: Path, name: str) -> io.FileIO:
     return file
 
 
+def _megatrons(folder: Path) -> str:
+    """What to do with a folder that Megatron-LM wrote; empty for others."""
+    if not any(True for name in _MEGATRONS for _ in folder.glob(name)):
+        return ""
+    return (
+        "Megatron-LM wrote it, in a form that is not read here; export it to Hugging Face, for example with Megatron "
+        "Bridge, and import that by `megatron-snip convert import`"
+    )
+
+
 def _content(folder: Path, name: str, most: int) -> bytes:
     """Content of a file of at most ``most`` bytes."""
     with open_file(folder, name) as file:
@@ -183,7 +195,7 @@ def iterations(save: Path) -> list[int]:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest in a checkpoint's folder.  Raises Damaged if it is missing or differs from what was written."""
     if not os.path.lexists(folder / MANIFEST):
-        raise Damaged(f"it has no {MANIFEST}: its save did not finish")
+        raise Damaged(_megatrons(folder) or f"it has no {MANIFEST}: its save did not finish")
     text = _content(folder, MANIFEST, MOST_MANIFEST)
     try:
         if (version := decoded(text, _Version).version) != VERSION:
@@ -286,6 +298,8 @@ def tracked_iteration(save: Path) -> int | None:
         return None
     way_out = "write the number of an iter_ folder into it"
     text = read_file(tracker, "iteration to continue from", way_out).decode(errors="replace").strip()
+    if text == "release" and (theirs := _megatrons(save)):
+        raise UserError(f"{save}: {theirs}")
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise UserError(f"{tracker}: {shown(text)} is not an iteration; {way_out}")
     return int(text)

@@ -191,11 +191,12 @@ class Saver:
         self.failed += 1
         what = "the background save" if iteration is None else f"the save of iteration {iteration}"
         text = f"{what} to {self.save_dir} failed on rank {rank} ({' '.join(str(first).split())[:300]})"
-        way_out = "free space or give another --save, and continue with --load"
+        again = f"continue with --load {self.save_dir}" if iterations(self.save_dir) else "start again"
+        way_out = f"free space or give another --save, and {again}"
         if last:
-            raise UserError(f"{text}, and it was the run's last; {way_out} {self.save_dir}") from error
+            raise UserError(f"{text}, and it was the run's last; {way_out}") from error
         if self.failed >= MOST_FAILED:
-            raise UserError(f"{text}, {self.failed} in a row; {way_out} {self.save_dir}") from error
+            raise UserError(f"{text}, {self.failed} in a row; {way_out}") from error
         LOGGER.warning(f"{text}; training continues, and the next save tries again")
 
     def _publish(

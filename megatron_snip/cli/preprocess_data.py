@@ -37,6 +37,7 @@ from megatron_snip.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_token
 from megatron_snip.data.workers import check_workers, end_with_parent
 from megatron_snip.errors import UserError
 from megatron_snip.files.io import check_output, one_line, path_word
+from megatron_snip.megatron_options import instead_of
 
 PENDING_PER_WORKER = 4  # Tasks per worker in progress; limits the results that wait for their turn.
 MARK_SECONDS = 30.0  # Most work that a kill can lose.
@@ -45,6 +46,8 @@ REFUSED = {
     "--split-sentences": "documents stay whole here, as for GPT and Llama; leave it out",
     "--keep-newlines": "documents keep their newlines; leave it out",
     "--find-optimal-num-workers": "set --workers to the number of cores",
+    "--vocab-file": instead_of("vocab-file"),
+    "--merge-file": instead_of("merge-file"),
 }
 
 
@@ -269,10 +272,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--log-interval", type=int, default=1000, help="documents between two updates of the progress (default: 1000)"
     )
     for name in REFUSED:
-        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
+        parser.add_argument(name, nargs="?", const="", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     for name, instead in REFUSED.items():
-        if getattr(arguments, name[2:].replace("-", "_")):
+        if getattr(arguments, name[2:].replace("-", "_")) is not None:
             parser.error(f"{name}: {instead}")
     if not 0 < arguments.sample_fraction <= 1:
         parser.error(f"--sample-fraction is {arguments.sample_fraction:g}; give a share above 0, up to 1")

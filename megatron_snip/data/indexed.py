@@ -56,7 +56,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def _require_file(path: Path, prefix: str) -> None:
     if path.is_file():
         return
-    hint = f"; give the prefix without {path.suffix}" if prefix.endswith((".bin", ".idx")) else ""
+    hint = f"; give the prefix without {prefix[-4:]}" if prefix.endswith((".bin", ".idx")) else ""
     raise MissingDatasetFileError(f"dataset {prefix} has no file {path}{hint or '; check the prefix'}")
 
 

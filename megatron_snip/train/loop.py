@@ -254,7 +254,7 @@ class Trainer(RunState):
         if self.writer is not None:
             self.writer.go_back(back)
         if self.parts.mesh.rank == 0:
-            drop_later_plans(Path(self.config.logging.run_dir), back)
+            drop_later_plans(self.config, back)
         return True
 
     def _fixed_precision(self, iteration: int) -> dict[str, Any]:

@@ -164,6 +164,13 @@ def check_schedule(t: TrainingConfig) -> None:
     for unit in ("iters", "samples"):
         if t.lr_warmup_fraction is not None and getattr(t, f"lr_warmup_{unit}"):
             raise UserError(f"--lr-warmup-fraction and --lr-warmup-{unit} mean the same; drop one")
+        decay, spans = getattr(t, f"lr_decay_{unit}"), _spans(t)
+        if decay and spans.decay <= spans.warmup < spans.training and t.lr_decay_style != "constant":
+            kind = unit if t.lr_warmup_fraction is None else "fraction"
+            raise UserError(
+                f"--lr-decay-{unit} {decay} leaves nothing after the warm-up of --lr-warmup-{kind} "
+                f"{getattr(t, f'lr_warmup_{kind}'):g}; raise the first or lower the second"
+            )
         if getattr(t, f"lr_wsd_decay_{unit}") is not None and t.lr_decay_style != "WSD":
             raise UserError(
                 f"--lr-wsd-decay-{unit} is given, but --lr-decay-style is {t.lr_decay_style}; use WSD or drop the first"

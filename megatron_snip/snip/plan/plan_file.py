@@ -215,7 +215,7 @@ class Plan:
             if plan.hash != found.hash:
                 raise JsonFileError(
                     f"field hash is {found.hash!r}, but iteration and linears give {plan.hash!r}: "
-                    "the file was changed by hand or is damaged"
+                    "the file is damaged, or was changed by hand (if so, give it that hash)"
                 )
         return plan
 

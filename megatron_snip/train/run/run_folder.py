@@ -44,8 +44,7 @@ LOGGER = logging.getLogger("megatron_snip")
 #: Model options that determine which weights exist and what they mean, for any sequence length.
 SHAPE = (
     "model_name", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-    "kv_channels",
-    "untie_embeddings_and_output_weights", "norm_epsilon",
+    "kv_channels", "untie_embeddings_and_output_weights", "norm_epsilon",
 )  # fmt: skip
 #: Model options that matter only at initialisation; a vocabulary of another size fails by its shape.
 INITIAL = {"init_method_std", "vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings"}
@@ -330,21 +329,22 @@ def open_run_folder(config: Config, start: Start) -> None:
         for name in ("metrics.jsonl", "metrics", "config.json", "plans", "stats", "evaluations"):
             if (run_dir / name).exists():
                 (run_dir / name).rename(aside / name)
-    drop_later_plans(run_dir, start.iteration)
-    options = {"run_id": start.run_id, **config.to_dict(), "versions": made_with()}
-    write_json(run_dir / "config.json", options)
+    drop_later_plans(config, start.iteration)
+    if start.iteration < config.training.train_iters or run_id_of(run_dir) is None:  # else keep those of what ran
+        write_json(run_dir / "config.json", {"run_id": start.run_id, **config.to_dict(), "versions": made_with()})
 
 
-def drop_later_plans(run_dir: Path, iteration: int) -> None:
-    """Remove plans and statistics of later iterations, which will be made again.
+def drop_later_plans(config: Config, iteration: int) -> None:
+    """Remove plans and statistics of later iterations, which will be made again, but not the plan that the run follows.
 
     Scores of later checkpoints, which no longer exist, are renamed.
     """
+    run_dir, followed = Path(config.logging.run_dir), Path(config.precision.precision_plan or "").resolve()
     for kind in ("plans", "stats"):
         (run_dir / kind).mkdir(exist_ok=True)
     for path in [path for kind in ("plans", "stats", "evaluations") for path in (run_dir / kind).glob("iter_*.json")]:
         number = path.stem.removeprefix("iter_")
-        if number.isdigit() and int(number) > iteration:
+        if number.isdigit() and int(number) > iteration and path.resolve() != followed:
             if path.parent.name == "evaluations":
                 path.rename(path.with_name(f"{path.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"))
             else:

@@ -23,6 +23,7 @@ from megatron_snip.checkpoint.manifest import (
     tracked_iteration,
 )
 from megatron_snip.checkpoint.storage import load_tensors
+from megatron_snip.errors import UserError
 from tests.unit.checkpoint.conftest import ANOTHER, forge, loaded, tensors
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -134,6 +135,23 @@ def test_damage_is_found_and_the_one_before_is_taken(damage, save, tmp_path):
         assert loaded(tmp_path) == (3, 1.0, 1.0)
         _, (why,) = newest(tmp_path)
         assert why.startswith(f"{tmp_path}/iter_0000005: ")
+
+
+@pytest.mark.parametrize(
+    "tracked, file",
+    [
+        ("10", "iter_0000010/metadata.json"),  # torch_dist
+        ("10", "iter_0000010/mp_rank_00/model_optim_rng.pt"),  # torch
+        ("release", "release/mp_rank_00/model_optim_rng.pt"),  # of Megatron-LM's converter
+    ],
+)
+def test_a_checkpoint_of_megatron_lm_is_called_so(tracked, file, tmp_path):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("{}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracked)
+    with pytest.raises(UserError, match=r"Megatron-LM.*Hugging Face.*`megatron-snip convert import`") as caught:
+        newest(tmp_path)
+    assert "did not finish" not in str(caught.value)
 
 
 def test_every_flipped_bit_is_noticed(save, tmp_path):

@@ -213,13 +213,15 @@ def test_why_tensors_could_not_be_written_is_told(async_save, saver, tmp_path):
 @pytest.mark.parametrize("async_save", [False, True])
 def test_too_many_failed_saves_end_the_run(async_save, saver, tmp_path, monkeypatch):
     failing(monkeypatch, 100)
-    one = saver(tmp_path, async_save=async_save)
-    with pytest.raises(ValueError, match=r"No space left on device.*, 3 in a row; free space or give another --save"):
+    one, way_out = saver(tmp_path, async_save=async_save), "free space or give another --save, and "
+    with pytest.raises(ValueError, match=f"No space left on device.*, 3 in a row; {way_out}start again"):
         for iteration in range(1, 5):
             one.save(iteration, tensors(1.0), state_of(iteration, 1.0), finite=True, last=False)
-    with pytest.raises(ValueError, match="and it was the run's last; free space or give another --save"):
-        one.save(9, tensors(1.0), state_of(9, 1.0), finite=True, last=True)
     assert names(tmp_path) == [LOCK], "what was written of them would keep the disk full"
+    (tmp_path / "iter_0000004").mkdir()
+    with pytest.raises(ValueError, match=f"and it was the run's last; {way_out}continue with --load {tmp_path}"):
+        one.save(9, tensors(1.0), state_of(9, 1.0), finite=True, last=True)
+    assert names(tmp_path) == ["iter_0000004", LOCK]
 
 
 def disk(monkeypatch, folder: Path, room: int, *, tells: bool = True) -> None:

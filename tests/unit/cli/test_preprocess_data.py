@@ -208,7 +208,8 @@ def test_a_bad_row_is_named(tmp_path, capsys):
 
 @pytest.mark.parametrize("option", preprocess_data.REFUSED)
 def test_megatrons_options_without_a_meaning_here_tell_what_to_do(tmp_path, capsys, option):
-    assert main(["--input", "a", "--output-prefix", "o", *NULL, option]) == 2
+    value = ["gpt2-vocab.json"] if option.endswith("-file") else []
+    assert main(["--input", "a", "--output-prefix", "o", *NULL, option, *value]) == 2
     assert f"{option}: {preprocess_data.REFUSED[option]}" in capsys.readouterr().err
 
 

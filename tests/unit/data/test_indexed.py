@@ -118,9 +118,10 @@ def test_missing_file_is_named(pair, tmp_path, suffix):
     assert "\n" not in str(caught.value)
 
 
-def test_prefix_with_a_suffix_gets_a_hint(pair):
-    with pytest.raises(MissingDatasetFileError, match="without .idx"):
-        IndexedDataset(pair + ".idx")
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_prefix_with_a_suffix_gets_a_hint(pair, suffix):
+    with pytest.raises(MissingDatasetFileError, match=rf"without \{suffix}"):
+        IndexedDataset(pair + suffix)
 
 
 def put(offset, form, value):

@@ -228,6 +228,13 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
     validate(Config().replace(**{**GOOD, **odd, "sequence_parallel": False}), 18)
 
 
+def test_a_run_may_end_while_it_warms_up():
+    """As a short try of a long schedule does."""
+    validate(Config().replace(**GOOD, lr_warmup_iters=2000), 12)
+    validate(Config().replace(**GOOD, lr_warmup_iters=20, lr_decay_iters=15), 12)
+    validate(Config().replace(**GOOD, lr_warmup_iters=5, lr_decay_iters=4, lr_decay_style="constant"), 12)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -245,6 +252,14 @@ def test_sequence_parallel_cuts_the_sequence_evenly():
         (
             {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2},
             "--lr-warmup-fraction and --lr-warmup-iters",
+        ),
+        (
+            {"lr_warmup_iters": 5, "lr_decay_iters": 4},
+            "--lr-decay-iters 4 leaves nothing after the warm-up of --lr-warmup-iters 5; raise the",
+        ),
+        (
+            {"lr_warmup_fraction": 1.0, "lr_decay_iters": 4},
+            "--lr-decay-iters 4 leaves nothing after the warm-up of --lr-warmup-fraction 1; raise the",
         ),
         ({"lr_warmup_samples": 2}, "--lr-warmup-samples counts samples; give --train-samples"),
         ({"rampup_batch_size": (4, 2, 9), "global_batch_size": 6}, "--rampup-batch-size counts samples; give"),

@@ -317,7 +317,7 @@ def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
     (run / "evaluations").mkdir()
     for name in ("iter_0000007.json", "iter_0000008.json"):
         (run / "evaluations" / name).write_text("{}")
-    config = options(run)
+    config = options(run, train_iters=9)
     open_run_folder(config, Start(7, {}, run / "checkpoints", 7, ABC))
     kept, aside = sorted(p.name for p in (run / "evaluations").iterdir())
     assert kept == "iter_0000007.json" and aside.startswith("iter_0000008.json.before-"), "scores of other weights"
@@ -329,6 +329,17 @@ def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
     assert written == {"run_id": ABC, **config.to_dict()}
     assert made["torch"] == torch.__version__ and made["device"].startswith("CPU") and made["processes"] == 1
     assert (run / "metrics.jsonl").is_file() and len(list(run.glob("metrics.*"))) == 1
+
+
+def test_going_back_keeps_the_plan_that_the_run_follows(tmp_path, monkeypatch):
+    run = used(tmp_path / "run", ABC, 7)
+    (run / "plans").mkdir()
+    for name in ("iter_0000008.json", "iter_0000009.json"):
+        (run / "plans" / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    config = options(run, train_iters=20, precision="plan", precision_plan="run/plans/iter_0000009.json")
+    open_run_folder(config, Start(7, {}, run / "checkpoints", 7, ABC))
+    assert [path.name for path in (run / "plans").iterdir()] == ["iter_0000009.json"]
 
 
 def test_a_run_killed_before_its_first_checkpoint_keeps_its_metrics_aside(tmp_path):
@@ -383,6 +394,14 @@ def test_a_resume_keeps_the_run_and_tells_changed_options(train_here, tmp_path, 
     assert run_id_of(run) == run_id == read_state(run / "checkpoints", 3)["run_id"]
     told = [record.getMessage().split("option, ")[1] for record in caplog.records if "changed" in record.getMessage()]
     assert told == ["train_iters: 2 -> 3", "lr: 0.01 -> 0.02"]
+
+
+def test_a_start_after_the_last_iteration_keeps_the_options_of_those_that_ran(train_here, tmp_path):
+    options_file = tmp_path / "run/config.json"
+    train_here(train_iters=2)
+    before = options_file.read_bytes()
+    train_here(train_iters=1, load=str(tmp_path / "run/checkpoints"), lr=0.02, precision="fp8")
+    assert options_file.read_bytes() == before
 
 
 def test_a_run_folder_that_another_process_trains_in_is_refused(train_here, tmp_path):
