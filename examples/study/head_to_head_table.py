@@ -116,7 +116,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9, loc="upper right")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, bbox_inches="tight")  # a long label of the axis is wider than few bars are
     plt.close(figure)
 
 
