@@ -188,6 +188,8 @@ def profile(config: Config, formats: Sequence[str], repeats: int, warmup: int) -
     if able == ["bf16"]:
         raise UserError(f"none of --formats {','.join(formats)} runs here by --linear-impl {impl}")
     measured = {shard: measure(shard, tokens, able, impl, device, repeats, warmup) for shard in shards(config)}
+    if any(("bf16", GEMMS[0]) not in found for found in measured.values()):
+        raise UserError("bf16, the unit of times, did not run at every shape of the model; see above")
     times, shapes = table(measured, tokens)
     if len(times) < 2:
         raise UserError(f"none of --formats {','.join(formats)} ran at every shape of the model; see above")

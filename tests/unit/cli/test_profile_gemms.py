@@ -78,6 +78,13 @@ def test_gemms_are_measured_one_at_a_time(monkeypatch):
     assert set(seen) == {(f, how, *grad) for f, how in (("bf16", "emulated"), ("fp8", "auto")) for grad in alone}
 
 
+def test_without_times_of_bf16_there_is_no_unit(tmp_path, monkeypatch, capsys):
+    """As where memory runs out at some shape."""
+    monkeypatch.setattr(profile_gemms, "measure", lambda shard, *_: seconds(fp8=1.0))
+    assert main(["--output", str(tmp_path / "t.json"), *MODEL]) == 2
+    assert "error: bf16, the unit of times, did not run at every shape" in capsys.readouterr().err
+
+
 def test_what_cannot_run_is_said(tmp_path, capsys):
     words = ["--output", str(tmp_path / "t.json"), "--repeats", "1", *MODEL]
     assert main([*words, "--formats", "fp8, fp9", "--linear-impl", "emulated"]) == 0
