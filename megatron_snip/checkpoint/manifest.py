@@ -41,8 +41,6 @@ VERSION = 4  # of manifest.json and state.json
 DTYPES = {"float32": 4, "bfloat16": 2}
 #: Limit in bytes for what torch.save adds before and after a shard's values; usually a few hundred.
 MOST_BESIDE_VALUES = 1 << 16
-#: Limit in bytes for a manifest: 60 for each shard, of which 8192 ranks have two million of a 70B model.
-MOST_MANIFEST = 1 << 29
 #: How a folder of Megatron-LM's checkpoints differs from ours, which has none of these.
 _MEGATRONS = ("metadata.json", "mp_rank_*", "release")
 _ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
@@ -196,7 +194,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest in a checkpoint's folder.  Raises Damaged if it is missing or differs from what was written."""
     if not os.path.lexists(folder / MANIFEST):
         raise Damaged(_megatrons(folder) or f"it has no {MANIFEST}: its save did not finish")
-    text = _content(folder, MANIFEST, MOST_MANIFEST)
+    text = _content(folder, MANIFEST, MOST_BYTES)
     try:
         if (version := decoded(text, _Version).version) != VERSION:
             raise Damaged(f"{MANIFEST} has version {shown(version)}, but this code reads version {VERSION}")

@@ -32,7 +32,6 @@ from megatron_snip.checkpoint.lock import FolderLock, LockLost
 from megatron_snip.checkpoint.manifest import (
     MANIFEST,
     METADATA,
-    MOST_MANIFEST,
     STATE,
     TRACKER,
     VERSION,
@@ -211,7 +210,7 @@ class Saver:
         """On rank 0, after all ranks have written: write state and manifest, rename the folder, update the tracker."""
         assert self._lock is not None
         self._lock.check()
-        _write_readable(aside / STATE, text, MOST_BYTES)
+        _write_readable(aside / STATE, text)
         small = {METADATA: (aside / METADATA).read_bytes(), STATE: text.encode()}
         manifest = Manifest(
             iteration=iteration,
@@ -221,7 +220,7 @@ class Saver:
             tensors=dict(tensors),
             not_finite=tuple(not_finite),
         )
-        _write_readable(aside / MANIFEST, manifest.to_text(), MOST_MANIFEST)
+        _write_readable(aside / MANIFEST, manifest.to_text())
         _sync(aside)
         final = folder_of(self.save_dir, iteration)
         old = final.with_name(f"{final.name}.writing-old-{self.run_id}")
@@ -328,10 +327,10 @@ class Saver:
                 )
 
 
-def _write_readable(path: Path, text: str, most: int) -> None:
+def _write_readable(path: Path, text: str) -> None:
     """Write a file that the reader accepts.  Raises OSError if it is larger than the reader's limit."""
-    if len(text) > most:
-        raise OSError(errno.EFBIG, f"{len(text)} bytes, but at most {most} can be read", str(path))
+    if len(text) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"{len(text)} bytes, but at most {MOST_BYTES} can be read", str(path))
     write_atomic(path, text)
 
 
