@@ -363,11 +363,14 @@ def test_changed_options_are_told():
     options = Config().replace(lr=0.5, train_iters=7, log_interval=3).to_dict()
     for group, name in (("training", "lr_wsd_decay_style"), ("model", "model_name"), ("training", "lr_warmup_init")):
         del options[group][name]  # as in a checkpoint of a version that had no such option
-    now = Config().replace(train_iters=9, data_path=("a",), snip_target=0, lr_warmup_init=1, grad_reduce_in_bf16=True)
-    assert changed_options(now, {"config": config_of(options).to_dict()}) == [
-        "train_iters: 7 -> 9", "lr: 0.5 -> 0.0003", "lr_warmup_init: 0.0 -> 1", "data_path: [] -> ['a']",
-        "snip_target: 0.75 -> 0", "grad_reduce_in_bf16: False -> True",
-    ]  # fmt: skip
+    state = {"config": config_of(options).to_dict()}
+    now = Config().replace(train_iters=9, data_path=("a",), lr_warmup_init=1, grad_reduce_in_bf16=True)
+    now = now.replace(snip_target=0, snip_guard=True)
+    told = ["train_iters: 7 -> 9", "lr: 0.5 -> 0.0003", "lr_warmup_init: 0.0 -> 1", "data_path: [] -> ['a']"]
+    last = ["snip_guard: False -> True", "grad_reduce_in_bf16: False -> True"]
+    assert changed_options(now, state) == [*told, *last], "without plans, their options change nothing"
+    of_plans = ["precision: bf16 -> snip", "snip_target: 0.75 -> 0"]
+    assert changed_options(now.replace(precision="snip"), state) == [*told, *of_plans, *last]
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(train_here, tmp_path, monkeypatch):
