@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_snip.arguments import parse
+from megatron_snip.arguments import WITHOUT_PLANS, parse
 from megatron_snip.checkpoint.lock import living_holder
 from megatron_snip.checkpoint.low_parts import readable
 from megatron_snip.checkpoint.manifest import (
@@ -358,14 +358,13 @@ def saved_options(state: dict[str, Any], groups: Sequence[str]) -> dict[str, Any
 
 
 def changed_options(config: Config, state: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for each option that changes on resume, without those of the layout that change no number."""
-    now, out = config.to_dict(), []
+    """`name: old -> new` for each option that changes on resume; none of layouts, nor of plans in a run without."""
+    now, then, plans = config.to_dict(), state["config"], config.precision.precision == "snip"
     names = [(group, name) for group in ("model", "training", "data", "precision", "snip") for name in now[group]]
-    for group, name in [*names, ("parallel", "grad_reduce_in_bf16")]:
-        old, value = state["config"][group][name], now[group][name]
-        if old != value:
-            out.append(f"{name}: {old} -> {value}")
-    return out
+    names = [(group, name) for group, name in names if group != "snip" or plans or name in WITHOUT_PLANS]
+    names.append(("parallel", "grad_reduce_in_bf16"))
+    values = [(name, then[group][name], now[group][name]) for group, name in names]
+    return [f"{name}: {old} -> {new}" for name, old, new in values if old != new]
 
 
 def options_of(words: Sequence[str], groups: Sequence[str]) -> Config:

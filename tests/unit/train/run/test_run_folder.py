@@ -21,13 +21,12 @@ from megatron_snip.train.run import run_folder
 from megatron_snip.train.run.metrics import read_metrics
 from megatron_snip.train.run.run_folder import (
     Start,
-    changed_options,
     earlier_start,
     find_start,
     open_run_folder,
     run_id_of,
 )
-from megatron_snip.train.run.state_file import config_of, new_state, read_state
+from megatron_snip.train.run.state_file import new_state, read_state
 
 ABC, DEF, GHI = "abc0" * 4, "def0" * 4, "1230" * 4  # runs
 
@@ -317,29 +316,19 @@ def test_opening_puts_aside_what_was_made_after_the_checkpoint(tmp_path):
     (run / "evaluations").mkdir()
     for name in ("iter_0000007.json", "iter_0000008.json"):
         (run / "evaluations" / name).write_text("{}")
-    config = options(run, train_iters=9)
+    followed = run / "plans/iter_0000123.json"
+    config = options(run, train_iters=9, precision="plan", precision_plan=os.path.relpath(followed))
     open_run_folder(config, Start(7, {}, run / "checkpoints", 7, ABC))
     kept, aside = sorted(p.name for p in (run / "evaluations").iterdir())
     assert kept == "iter_0000007.json" and aside.startswith("iter_0000008.json.before-"), "scores of other weights"
     for kind in ("plans", "stats"):
-        names = ["iter_0000003.json", "iter_0000007.json", "notes.json"]
+        names = ["iter_0000003.json", "iter_0000007.json", *[followed.name] * (kind == "plans"), "notes.json"]
         assert sorted(p.name for p in (run / kind).iterdir()) == names
     written = json.loads((run / "config.json").read_text())
     made = written.pop("versions")
     assert written == {"run_id": ABC, **config.to_dict()}
     assert made["torch"] == torch.__version__ and made["device"].startswith("CPU") and made["processes"] == 1
     assert (run / "metrics.jsonl").is_file() and len(list(run.glob("metrics.*"))) == 1
-
-
-def test_going_back_keeps_the_plan_that_the_run_follows(tmp_path, monkeypatch):
-    run = used(tmp_path / "run", ABC, 7)
-    (run / "plans").mkdir()
-    for name in ("iter_0000008.json", "iter_0000009.json"):
-        (run / "plans" / name).write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    config = options(run, train_iters=20, precision="plan", precision_plan="run/plans/iter_0000009.json")
-    open_run_folder(config, Start(7, {}, run / "checkpoints", 7, ABC))
-    assert [path.name for path in (run / "plans").iterdir()] == ["iter_0000009.json"]
 
 
 def test_a_run_killed_before_its_first_checkpoint_keeps_its_metrics_aside(tmp_path):
@@ -359,17 +348,6 @@ def test_a_run_killed_before_its_first_checkpoint_keeps_its_metrics_aside(tmp_pa
     assert run_id_of(run) == GHI
 
 
-def test_changed_options_are_told():
-    options = Config().replace(lr=0.5, train_iters=7, log_interval=3).to_dict()
-    for group, name in (("training", "lr_wsd_decay_style"), ("model", "model_name"), ("training", "lr_warmup_init")):
-        del options[group][name]  # as in a checkpoint of a version that had no such option
-    now = Config().replace(train_iters=9, data_path=("a",), snip_target=0, lr_warmup_init=1, grad_reduce_in_bf16=True)
-    assert changed_options(now, {"config": config_of(options).to_dict()}) == [
-        "train_iters: 7 -> 9", "lr: 0.5 -> 0.0003", "lr_warmup_init: 0.0 -> 1", "data_path: [] -> ['a']",
-        "snip_target: 0.75 -> 0", "grad_reduce_in_bf16: False -> True",
-    ]  # fmt: skip
-
-
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(train_here, tmp_path, monkeypatch):
     run, saves = tmp_path / "run", str(tmp_path / "run/checkpoints")
     with monkeypatch.context() as patch:
@@ -383,25 +361,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(train_here, tmp_pa
     (aside,) = run.glob("before-*/metrics.jsonl")
     assert read_metrics(aside) == first and [row["lm loss"] for row in again] == [row["lm loss"] for row in first]
     assert read_state(Path(saves), 3)["run_id"] == run_id_of(run)
-
-
-def test_a_resume_keeps_the_run_and_tells_changed_options(train_here, tmp_path, caplog):
-    run = tmp_path / "run"
-    train_here(train_iters=2)
-    run_id = run_id_of(run)
-    with caplog.at_level("WARNING", logger="megatron_snip"):
-        train_here(train_iters=3, load=str(run / "checkpoints"), lr=0.02)
-    assert run_id_of(run) == run_id == read_state(run / "checkpoints", 3)["run_id"]
-    told = [record.getMessage().split("option, ")[1] for record in caplog.records if "changed" in record.getMessage()]
-    assert told == ["train_iters: 2 -> 3", "lr: 0.01 -> 0.02"]
-
-
-def test_a_start_after_the_last_iteration_keeps_the_options_of_those_that_ran(train_here, tmp_path):
-    options_file = tmp_path / "run/config.json"
-    train_here(train_iters=2)
-    before = options_file.read_bytes()
-    train_here(train_iters=1, load=str(tmp_path / "run/checkpoints"), lr=0.02, precision="fp8")
-    assert options_file.read_bytes() == before
 
 
 def test_a_run_folder_that_another_process_trains_in_is_refused(train_here, tmp_path):
