@@ -68,7 +68,7 @@ from megatron_snip.train.validate import check_ranges
 LOGGER = logging.getLogger("megatron_snip")
 WHAT_QUALITY_IS = (
     "Quality loss is the number that a plan minimises. Under the objective snip it is the predicted rise of the loss "
-    "beyond that of the base option (fp8, or else the first), divided by the loss."
+    "beyond that of the base option (fp8, or else the one with least FP4), divided by the loss."
 )
 
 

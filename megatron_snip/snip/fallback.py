@@ -52,7 +52,7 @@ def plan_before(
 
 
 def base_plan(choices: Choices, shapes: Sequence[LinearShape], iteration: int, final: Final | None = None) -> Plan:
-    """FP8, or the first option if FP8 is not one, from `iteration` on, for all linears that are not fixed.
+    """The base option from `iteration` on for all linears that are not fixed.
 
     final: the late switch, which holds for this plan, too.
     """

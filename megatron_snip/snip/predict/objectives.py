@@ -6,10 +6,11 @@
     random, layer_id, layer_type: rules that measure nothing
 
 Source: SNIP, arXiv 2602.01410, as worked out in docs/numerics.md; the rules are its baselines.
-Convention: Q is the difference from the base option: fp8 if it is an option, else the first.  A rule gives each linear
-a rank in (0, 1]; higher ranks keep their precision longer.  Its Q is the rank times the linear's FLOPs times the
-precision that fprop loses.  So the cost per FLOP saved depends only on the rank, and large linears are not spared.  By
-GEMM, dgrad and wgrad cost nothing, as in `snip` at c = 0; else a rule would spend its FP4 worse than any plan.
+Convention: Q is the difference from the base option: fp8 if it is an option, else the first with least FP4.  A rule
+gives each linear a rank in (0, 1]; higher ranks keep their precision longer.  Its Q is the rank times the linear's
+FLOPs times the precision that fprop loses.  So the cost per FLOP saved depends only on the rank, and large linears are
+not spared.  By GEMM, dgrad and wgrad cost nothing, as in `snip` at c = 0; else a rule would spend its FP4 worse than
+any plan.
 """
 
 from __future__ import annotations
@@ -69,8 +70,11 @@ class Objective:
 
 
 def base_option(options: Sequence[LinearPrecision]) -> int:
-    """Index of the option from which differences are taken: fp8 if present, else the first."""
-    return list(options).index(BASE) if BASE in options else 0
+    """Index of the option from which differences are taken: fp8 if present, else the first with least FP4."""
+    if BASE in options:
+        return list(options).index(BASE)
+    fp4 = [sum(get_format(getattr(option, gemm)).element_bits <= 4 for gemm in GEMMS) for option in options]
+    return fp4.index(min(fp4))
 
 
 def get_objective(name: str) -> Objective:

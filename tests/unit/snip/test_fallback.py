@@ -71,6 +71,7 @@ def test_no_history_no_plan():
         ("fp8,fp4", "", ["fp8", "fp8"]),
         ("fp4,fp8", "", ["fp8", "fp8"]),
         ("bf16,fp4", "", ["bf16", "bf16"]),
+        ("nvfp4,mxfp8", "", ["mxfp8", "mxfp8"]),
         ("fp8,fp4", "*.up_proj=bf16", ["bf16", "fp8"]),
         ("fp8,fp4", "*.down_proj=fp4", ["fp8", "fp4"]),
     ],
@@ -84,4 +85,4 @@ def test_the_base_option_keeps_what_is_fixed(options, fix, expected):
 
 
 def options_base(options: str) -> str:
-    return "fp8" if "fp8" in options else options.split(",")[0]
+    return {"bf16,fp4": "bf16", "nvfp4,mxfp8": "mxfp8"}.get(options, "fp8")

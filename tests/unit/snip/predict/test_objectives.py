@@ -54,8 +54,9 @@ def test_snip_objective_and_base():
     loss_only = np.array([[0.2, 0.005, 0], [0.1, 0, 0]]) / 5
     inputs = ObjectiveInputs(UP, options, stats())
     assert np.allclose(quality("snip", inputs), loss_only - loss_only[:, [1]], rtol=1e-12, atol=0)
-    assert base_option(options) == 1 and base_option([FP4, BF16]) == 0
-    assert np.all(quality("snip", ObjectiveInputs(UP, [FP4, BF16], stats()))[:, 0] == 0)
+    assert base_option(options) == 1 and base_option([FP4, BF16]) == 1 and base_option([BF16, FP4]) == 0
+    assert base_option([FP4, LinearPrecision.parse("fp8/fp4/fp4")]) == 1 and base_option([FP4]) == 0
+    assert np.all(quality("snip", ObjectiveInputs(UP, [FP4, BF16], stats()))[:, 1] == 0)
 
 
 def test_unknown_names_list_the_known():
