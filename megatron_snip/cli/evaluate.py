@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_output("--output", path)
     if run_dir is not None and start.state is not None:
         check_trackers(tracked(start.state))
-    known(path, start.iteration, model_of(start))
+    known(path, start.iteration, model_of(start))  # now, so that a file of another model costs no scoring
     config, plan = plan_of(own.plan, config, start)
     config, given = check(config, runtime.environment_world_size())  # the plan of --precision plan
     plan, config = plan or given, config.with_defaults()
