@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -74,6 +75,16 @@ def alone(folder: Path, *, wait: bool = False) -> Iterator[bool]:
             yield False
         else:
             yield True
+
+
+def means(values: Sequence[float], size: int) -> list[float]:
+    """Means of ``size`` values each, the last of what is left."""
+    return [round(fmean(values[i : i + size]), 6) for i in range(0, len(values), size)]
+
+
+def to_digits(losses: torch.Tensor) -> list[float]:
+    """Losses [sequences] with the digits that a table of milli-nats needs."""
+    return [round(loss, 6) for loss in losses.tolist()]
 
 
 class HeadToHead:
@@ -157,10 +168,11 @@ class HeadToHead:
         seconds = sorted(row["iteration-time"] for row in rows if "iteration-time" in row)
         spent = sum(row.get(key, 0.0) for row in rows for key in OVERHEADS)
         plans = [json.loads(path.read_text()) for path in sorted((folder / "plans").glob("*.json"))]
+        every = self.schedule.options.get("log-interval", 1)
         return {
             "options": self.schedule.arms[name],
             "tokens": hashlib.sha256((self.folder / "tokens/probe_text_document.bin").read_bytes()).hexdigest(),
-            "training loss": [row["lm loss"] for row in rows if "lm loss" in row],
+            "training loss": means([row["lm loss"] for row in rows if "lm loss" in row], every),
             "validation": {row["iteration"]: row[key] for row in rows if (key := "lm loss validation") in row},
             "plans": [{key: plan[key] for key in PLAN} for plan in plans],
             "saved": [row["snip/saved"] for row in rows if "snip/saved" in row],
@@ -193,12 +205,12 @@ class HeadToHead:
             for text, file in TEXTS.items()
         }
         found: dict[str, Any] = {
-            "unrounded": {text: losses(model, each).mean(1).tolist() for text, each in texts.items()}
+            "unrounded": {text: to_digits(losses(model, each).mean(1)) for text, each in texts.items()}
         }
         rounded = set(chosen.values()) != {BASE}
         with in_formats(model, chosen):
             found["losses"] = {
-                text: losses(model, each).mean(1).tolist() if rounded else found["unrounded"][text]
+                text: to_digits(losses(model, each).mean(1)) if rounded else found["unrounded"][text]
                 for text, each in texts.items()
             }
         return found
