@@ -4,8 +4,9 @@
 
 Every arm is a run of `megatron-snip train` that continues from the same iterations in BF16 with the same data.  When it
 has ended, its weights are exported and judged on held-out text by `judge.py`, which shares no code with the trainer:
-with the forward of the arm's formats, and unrounded.  DIR/NAME/SEED/ARM/ keeps metrics, plans, the report and
-result.json; the checkpoints go.
+with the forward of the arm's formats, and unrounded.  If the schedule has cloze items and lm-eval is installed,
+`megatron-snip evaluate` scores the tasks of `cloze.py`, too.  DIR/NAME/SEED/ARM/ keeps metrics, plans, the report,
+scores and result.json; the checkpoints go.
 
 You can kill the command at any time and start it again: an arm goes on from its last checkpoint, or on a GPU, where
 writing one takes longer than what it saves, from the prefix.  Several of these
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -33,7 +35,7 @@ from typing import Any
 
 import torch
 
-from examples.study import real_model, scratch
+from examples.study import cloze, real_model, scratch
 from examples.study.head_to_head_table import table
 from examples.study.judge import TEXTS, formats_of, in_formats, linears_of, losses, sequences_of
 from examples.study.real_text import write_texts
@@ -42,6 +44,8 @@ from megatron_snip import runtime
 from megatron_snip.errors import UserError
 from megatron_snip.files.json import write_atomic, write_json
 from megatron_snip.quant import LinearPrecision
+from megatron_snip.snip.plan.plan_file import Plan
+from megatron_snip.train.report.evaluations import Evaluation
 from megatron_snip.train.run.metrics import read_metrics
 from megatron_snip.train.schedule import final_switch
 
@@ -87,6 +91,11 @@ def to_digits(losses: torch.Tensor) -> list[float]:
     return [round(loss, 6) for loss in losses.tolist()]
 
 
+def has_lm_eval() -> bool:
+    """Whether `megatron-snip evaluate` can run."""
+    return importlib.util.find_spec("lm_eval") is not None
+
+
 class HeadToHead:
     """The runs of a schedule in a folder."""
 
@@ -103,6 +112,10 @@ class HeadToHead:
             (scratch if self.schedule.model == FROM_SCRATCH else real_model).made(self.model)
             if not all((self.model / file).is_file() for file in TEXTS.values()):
                 write_texts(self.model)
+            if self.schedule.cloze:
+                cloze.write_tasks(self.model, self.folder / "cloze", self.schedule.cloze)
+                if not has_lm_eval():
+                    self.say("no cloze tasks without lm-eval; pip install lm-eval")
             for text in TRAIN:
                 prefix = self.folder / "tokens" / text
                 if not prefix.with_name(f"{text}_text_document.idx").is_file():
@@ -157,6 +170,8 @@ class HeadToHead:
             run(["convert", "export", *words], folder / "log.txt")
             self.say(f"seed {seed}, {name}: is judged")
             found = {"arm": name, "seed": seed, **self.facts(name, folder), **self.judged(name, folder, exported)}
+            if self.schedule.cloze and has_lm_eval():
+                found["cloze"] = self.cloze(name, folder, exported)
             write_json(folder / RESULT, found)
             shutil.rmtree(folder / "checkpoints")
             shutil.rmtree(exported)
@@ -214,6 +229,18 @@ class HeadToHead:
                 for text, each in texts.items()
             }
         return found
+
+    def cloze(self, name: str, folder: Path, exported: Path) -> dict[str, dict[str, float | None]]:
+        """Scores of the cloze tasks with the arm's forward, in float32 as `judged`: task -> metric -> value."""
+        plan, scores, shapes = folder / "cloze_plan.json", folder / "cloze_scores.json", self.schedule.shapes()
+        formats = self.formats(name, folder, [shape.name for shape in shapes])
+        Plan.by_hand({each: LinearPrecision.uniform(fmt) for each, fmt in formats.items()}, shapes).save(plan)
+        scores.unlink(missing_ok=True)  # of a try that was killed
+        words = ["--plan", str(plan), "--include-path", str(self.folder / "cloze"), "--tasks", ",".join(cloze.TASKS)]
+        words += ["--max-length", str(cloze.MAX_LENGTH), "--device", self.device, "--output", str(scores)]
+        run(["evaluate", str(exported), *words], folder / "log.txt")
+        (found,) = Evaluation.load(scores).scores.values()
+        return {task: cloze.flat(metrics) for task, metrics in found.items()}
 
     def results(self) -> list[dict[str, Any]]:
         """Of every arm that has ended, in the schedule's order."""

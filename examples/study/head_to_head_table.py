@@ -47,12 +47,19 @@ def difference(arm: Mapping[int, Floats], base: Mapping[int, Floats]) -> tuple[f
     return float(each.mean()), float(max(over_sequences, over_seeds)), len(seeds)
 
 
+def cloze_of(results: Sequence[Mapping[str, Any]]) -> str:
+    """Accuracy in the cloze tasks of prose and of code, the mean over an arm's results that have it."""
+    scores = [each["cloze"] for each in results if "cloze" in each]
+    texts = ("prose", "code") if scores else ()
+    return " / ".join(f"{np.mean([each[f'cloze_{text}']['acc'] for each in scores]):.1%}" for text in texts)
+
+
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table, the best arm first; differences are in milli-nats a token."""
     own, unrounded = losses_of(results, "losses"), losses_of(results, "unrounded")
     if BASE not in own:
         return f"{len(results)} arms have ended, and {BASE} is not among them: nothing to compare with yet"
-    rows = []
+    rows, clozed = [], any("cloze" in each for each in results)
     for name in own:
         mean, error, seeds = difference(own[name], own[BASE])
         weights = difference(unrounded[name], own[BASE])
@@ -64,8 +71,11 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
             name, f"{1e3 * mean:.1f} ± {1e3 * error:.1f}", f"{1e3 * weights[0]:.1f} ± {1e3 * weights[1]:.1f}",
             f"{np.mean(fp4):.0%}" if fp4 else "", f"{np.mean(saved):.0%}" if saved else "", f"{planning:.0f}", seeds,
         ]  # fmt: skip
+        if clozed:
+            cells.append(cloze_of(mine))
         rows.append((mean, [str(cell) for cell in cells]))
     heads = ["arm", "loss above BF16", "of the unrounded weights", "FP4", "time saved", "planning", "seeds"]
+    heads += ["cloze, prose / code"] if clozed else []
     lines = [heads, ["---"] * len(heads), *(cells for _, cells in sorted(rows, key=lambda row: (row[0], row[1])))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

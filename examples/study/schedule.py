@@ -40,6 +40,7 @@ class Schedule:
     arms: dict[str, dict[str, Any]]  # name -> options of training, or one of BY_HAND and SAME_TIME
     seeds: tuple[int, ...] = (1, 2)
     judged: int = 48  # sequences of each held-out text
+    cloze: int = 0  # items of each cloze task, for lm-eval; 0: none
 
     def words(self, **more: Any) -> list[str]:
         """Words of `megatron-snip train` that all runs share; more: further options, with underscores."""

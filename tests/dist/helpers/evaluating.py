@@ -6,11 +6,14 @@ import contextlib
 import io
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from examples.study import head_to_head
+from examples.study.head_to_head import HeadToHead
 from megatron_snip import runtime
 from megatron_snip.cli import evaluate as tool
 
@@ -51,6 +54,19 @@ def offline(cache: Path) -> Any:
     lm_eval.evaluator.add_env_info = lambda results: None  # it starts `pip list` for every score
     with contextlib.redirect_stderr(io.StringIO()):
         yield
+
+
+def cloze_of_arms(cache: Path, work: HeadToHead, arms: Sequence[str], exported: Path) -> list[dict[str, Any]]:
+    """What `HeadToHead.cloze` finds for each arm of seed 1, with the same weights."""
+    runtime.stop = lambda: None  # the harness stops
+    head_to_head.run = lambda words, log: tool.main(words[1:])
+    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap, in a process that may have no children
+    found = []
+    with offline(cache), contextlib.redirect_stdout(io.StringIO()):
+        for name in arms:
+            (folder := work.folder / "1" / name).mkdir(parents=True)
+            found.append(work.cloze(name, folder, exported))
+    return found
 
 
 def one_after_another(*calls: tuple[Any, ...]) -> list[Any]:
