@@ -98,7 +98,6 @@ def test_an_arm_is_scored_with_its_forward(folder, tmp_path):
     (found,) = run_ranks(cloze_of_arms, 1, tmp_path / "cache", work, [*arms], folder, seconds=600)
     for fmt, scores in zip(arms, found, strict=True):
         assert scores.keys() == cloze.TASKS.keys()
-        assert list(scores) == ["cloze_code", "cloze_prose"] or list(scores) == [*cloze.TASKS]
         for task, values in scores.items():
             right, likelihood = expected(folder, task, fmt)
             assert 0 < values["acc"] < 1 and values["acc"] == pytest.approx(right)
