@@ -7,8 +7,9 @@ and weight are rounded to the format, by the definitions of docs/numerics.md, wr
 the name of a format, for all linears, or a plan file, of whose linears it reads "fprop".  The figure is the mean
 increase of the loss over unrounded linears in nats a token, with its standard error over tokens, paired.
 
-The model computes in float32 from weights in BF16, which on most CPUs is faster than BF16.  --dtype bfloat16 is the
-trainer's own.  Scales of NVFP4 depend on what is rounded at once: here one sequence.
+--alone FORMAT also judges each linear in that format with all others unrounded, which takes a pass over the text for
+each.  The model computes in float32 from weights in BF16, which on most CPUs is faster than BF16.  --dtype bfloat16 is
+the trainer's own.  Scales of NVFP4 depend on what is rounded at once: here one sequence.
 """
 
 from __future__ import annotations
@@ -202,16 +203,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="Hugging Face folder with the texts of examples/study/real_model.py")
-    parser.add_argument("plans", nargs="+", help=f"plan files, or formats: {', '.join(FORMATS)}")
+    parser.add_argument("plans", nargs="*", help=f"plan files, or formats: {', '.join(FORMATS)}")
     parser.add_argument("--tokens", type=int, default=4096, help="held-out tokens of each text (default: 4096)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (default: 512)")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS), help="(default: both)")
+    parser.add_argument("--alone", choices=FORMATS, help="a format, to judge each linear in it alone")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)")
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
     own = parser.parse_args(arguments)
     model = AutoModelForCausalLM.from_pretrained(own.folder, dtype=getattr(torch, own.dtype), local_files_only=True)
     names = list(linears_of(model.eval()))
     plans = {word: formats_of(word, names) for word in own.plans}
+    if own.alone:
+        plans |= {f"{name}={own.alone}": {name: own.alone} for name in names}
     texts = {name: sequences_of(own.folder, TEXTS[name], own.tokens, own.length) for name in own.texts}
     for row in judge(model, texts, plans):
         shown = ", ".join(f"{k} {m:.4f} +- {e:.4f}" for k, (m, e) in row.get("increase", row.get("loss")).items())
