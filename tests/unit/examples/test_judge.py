@@ -77,6 +77,18 @@ def told(folder, capsys, *plans):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def test_it_judges_each_linear_alone(folder, capsys):
+    _, *rows = told(folder, capsys, "--alone", "fp4", "--texts", "code")
+    assert len(rows) == 14 and all(row["increase"].keys() == {"code", "all"} for row in rows)
+    name = "layers.1.mlp.down_proj"
+    (found,) = [row["increase"]["all"] for row in rows if row["plan"] == f"{name}=fp4"]
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    x = judge.sequences_of(folder, judge.TEXTS["code"], 512, 128)
+    before = judge.losses(model, x)
+    with judge.in_formats(model, {name: "fp4"}):
+        assert found == list(judge.mean_and_error(judge.losses(model, x) - before)) and found[0] != 0
+
+
 def test_it_judges_plans(folder, capsys):
     names = [f"layers.{i}.{kind}" for i in range(2) for kind in (
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
