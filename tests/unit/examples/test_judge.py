@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from examples.study import judge
+from examples.study import judge, sampled_labels
 from megatron_snip.quant import LinearPrecision, fake_quantize
 from megatron_snip.snip.plan.plan_file import Plan
 
@@ -87,6 +87,29 @@ def test_it_judges_each_linear_alone(folder, capsys):
     before = judge.losses(model, x)
     with judge.in_formats(model, {name: "fp4"}):
         assert found == list(judge.mean_and_error(judge.losses(model, x) - before)) and found[0] != 0
+
+
+def test_drawn_labels_give_the_curvature_behind_the_last_linear(folder, capsys):
+    name = "layers.1.mlp.down_proj"  # its output at a token changes no other token's logits
+    sampled_labels.main([str(folder), name, "--tokens", "512", "--length", "128", "--format", "fp8"])
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    rows = line["sequences"]
+    assert (line["linear"], line["format"], len(rows)) == (name, "fp8", 8)
+    for row in rows:  # dY is small: the odd part is what a gradient says
+        assert row["rounded"] - row["even part"] == pytest.approx(row["first order"], rel=0.02, abs=1e-7)
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    x = torch.cat([judge.sequences_of(folder, file, 512, 128) for file in judge.TEXTS.values()])[:, :-1]
+    with torch.no_grad():
+        logits = model(x).logits
+        with judge.in_formats(model, {name: "fp8"}):
+            change = model(x).logits - logits
+    p = logits.softmax(-1)
+    variance = (p * change**2).sum(-1) - (p * change).sum(-1) ** 2
+    assert sum(row["drawn labels"] for row in rows) / 8 == pytest.approx(float(variance.mean()) / 2, rel=0.25)
+    assert rows[0]["drawn labels"] != rows[0]["the text's labels"] and 0 <= rows[0]["heaviest token"] < 128
+    with pytest.raises(SystemExit):
+        sampled_labels.main([str(folder), "layers.9.mlp.down_proj"])
+    assert "has no linear layers.9.mlp.down_proj; it has layers.0.self_attn.q_proj" in capsys.readouterr().err
 
 
 def test_it_judges_plans(folder, capsys):
