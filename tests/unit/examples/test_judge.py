@@ -107,6 +107,12 @@ def test_drawn_labels_give_the_curvature_behind_the_last_linear(folder, capsys):
     variance = (p * change**2).sum(-1) - (p * change).sum(-1) ** 2
     assert sum(row["drawn labels"] for row in rows) / 8 == pytest.approx(float(variance.mean()) / 2, rel=0.25)
     assert rows[0]["drawn labels"] != rows[0]["the text's labels"] and 0 <= rows[0]["heaviest token"] < 128
+    sampled_labels.main([str(folder), "--tokens", "512", "--length", "128", "--format", "fp8"])
+    every = {each["linear"]: each["sequences"] for each in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert len(every) == 14 and every[name] == [
+        {key: pytest.approx(value, rel=1e-4) for key, value in row.items() if key not in ("rounded", "even part")}
+        for row in rows
+    ]
     with pytest.raises(SystemExit):
         sampled_labels.main([str(folder), "layers.9.mlp.down_proj"])
     assert "has no linear layers.9.mlp.down_proj; it has layers.0.self_attn.q_proj" in capsys.readouterr().err
