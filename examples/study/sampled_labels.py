@@ -4,10 +4,9 @@
 
 The loss divergence is T/2 sum_t (G_t dY_t)^2, with gradients G of the text's labels.  If labels are drawn from the
 model, its expectation is the curvature of the loss along dY (Gauss-Newton).  With the text's labels, it also has the
-square of what the change would do to the loss to first order.  That is small, except for a token
-that all later ones read, such as an attention sink.  For each sequence and linear, this prints both predictions, and if
-you name linears, what they predict: [L(+dY) + L(-dY)]/2 - L0, where +dY rounds input and weight.  No code is shared
-with the trainer.
+square of what the change would do to the loss to first order.  That is small, except for a token that all later ones
+read, such as an attention sink.  For each sequence and linear, this prints both predictions, and if you name linears,
+what they predict: [L(+dY) + L(-dY)]/2 - L0, where +dY rounds input and weight.  No code is shared with the trainer.
 """
 
 from __future__ import annotations
