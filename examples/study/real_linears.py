@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from megatron_snip import runtime
 from megatron_snip.arguments import parse
@@ -46,11 +47,6 @@ def measured_in(files: Sequence[Path], count: int) -> tuple[str, dict[str, tuple
     return fmt, {
         name: (float(each[:, 0].mean()), float(np.hypot.reduce(each[:, 1]) / len(each))) for name, each in means.items()
     }
-
-
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's, of values without ties."""
-    return float(np.corrcoef(*(np.argsort(np.argsort(each)) for each in (one, other)))[0, 1])
 
 
 def draw(rows: Mapping[str, Mapping[str, float]], fmt: str, path: Path) -> None:
@@ -102,7 +98,7 @@ def main(words: Sequence[str] | None = None) -> None:
     planner.solve("snip").save(own.output / "snip.json")
     found = {
         "format": fmt,
-        "rank correlation": rank_correlation(*columns),
+        "rank correlation": float(spearmanr(*columns).statistic),
         "sums": [*map(sum, columns)],
         "linears": rows,
     }
